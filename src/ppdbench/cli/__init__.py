@@ -1,0 +1,1 @@
+"""typer and rich only here; the only place that prints."""

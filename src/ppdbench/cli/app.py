@@ -1,0 +1,40 @@
+"""The ``ppd`` command. Each command module is imported only when it is asked for.
+
+Typer needs the modules to print ``--help``, so they import nothing heavy at the top.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from ppdbench import __version__
+from ppdbench.cli.output import show
+
+app = typer.Typer(
+    name="ppd",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Measure, decide and route append-prefill on prefill/decode-disaggregated vLLM.",
+)
+
+
+def _version(*, value: bool) -> None:
+    if value:
+        show(f"ppd {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    *,
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    pass
+
+
+def main() -> None:
+    app()

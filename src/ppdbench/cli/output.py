@@ -1,0 +1,67 @@
+"""Where text goes: progress and errors to stderr, results to stdout, JSON alone on stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def say(text: str) -> None:
+    """A line of progress or advice, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def show(text: str) -> None:
+    """A line of result, on stdout."""
+    print(text, flush=True)
+
+
+def show_json(document: Mapping[str, Any]) -> None:
+    """Exactly one JSON document on stdout; NaN is refused because JSON has none."""
+    print(json.dumps(document, sort_keys=True, allow_nan=False, indent=2), flush=True)
+
+
+def command(run: Callable[P, T]) -> Callable[P, T]:
+    """Wrap a command: our errors become one sentence and an exit code, Ctrl-C becomes 130.
+
+    ``--debug`` (or ``PPD_DEBUG=1``) lets the traceback through.
+    """
+
+    @wraps(run)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _errors_as_sentences(debug=bool(kwargs.get("debug")) or _debug_from_environment()):
+            return run(*args, **kwargs)
+
+    return wrapped
+
+
+def _debug_from_environment() -> bool:
+    return os.environ.get("PPD_DEBUG", "") not in ("", "0")
+
+
+@contextmanager
+def _errors_as_sentences(*, debug: bool) -> Iterator[None]:
+    from ppdbench.core.errors import PpdError
+
+    try:
+        yield
+    except PpdError as error:
+        if debug:
+            traceback.print_exc()
+        say(f"ppd: {error}")
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        say("ppd: interrupted; a sweep continues with --resume")
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        sys.stderr.close()
+        raise SystemExit(0) from None

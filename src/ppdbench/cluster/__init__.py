@@ -1,0 +1,1 @@
+"""The contract of a cluster and its real implementations."""

@@ -1,0 +1,1 @@
+"""Nouns and rules that everything shares. Imports only numpy and scipy."""

@@ -1,0 +1,1 @@
+"""Microbench, sweep, plan."""

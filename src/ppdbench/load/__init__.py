@@ -1,0 +1,1 @@
+"""The conversation state machine, the drivers, measuring."""

@@ -1,0 +1,1 @@
+"""Figures. matplotlib only here: data in, Figure out."""

@@ -1,0 +1,1 @@
+"""Event kernel, cost models, KV cache, node, cluster."""

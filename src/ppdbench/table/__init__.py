@@ -1,0 +1,1 @@
+"""The decision table: schema, score, build, look-up, diff, exports."""

@@ -1,0 +1,1 @@
+"""FakeEngine and ScriptedCluster, public: for users' tests too."""
