@@ -8,6 +8,7 @@ from __future__ import annotations
 import typer
 
 from ppdbench import __version__
+from ppdbench.cli import plot
 from ppdbench.cli.output import show
 
 app = typer.Typer(
@@ -34,6 +35,9 @@ def _root(
     ),
 ) -> None:
     pass
+
+
+app.command(epilog=plot.EPILOG)(plot.plot)
 
 
 def main() -> None:

@@ -1,0 +1,124 @@
+"""Figures: what is drawn, what is left out, and that each says whether it is real."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ppdbench.core.errors import NothingUsableError, UsageError
+from ppdbench.plots import style
+from ppdbench.plots.draw import draw
+from ppdbench.plots.run_figures import against_rate, plane
+from ppdbench.plots.series import SeriesKey, curve, route_class
+
+
+def point(topology="2P_2D", policy="remote", rate=2.0, repeat=0, ttft_s=0.1, **changes):
+    stats = {"ttft_s": {"mean": ttft_s, "p50": ttft_s}, "tpot_s": {"mean": 0.01, "p50": 0.01}}
+    return {
+        "topology": topology, "policy": policy, "workload": "small", "rate_per_s": rate,
+        "repeat": repeat, "validity": [], "success": 1.0, "turn2plus": {"n": 40, **stats},
+    } | changes  # fmt: skip
+
+
+def cell(**changes):
+    return {
+        "topology": "2P_2D", "context_tokens": 256, "new_tokens": 64, "output_tokens": 64,
+        "rate_per_s": 2.0, "s": 0.4, "decision": "local", "status": "measured",
+    } | changes  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("topology", "policy", "expected"),
+    [
+        ("4R", "roles", "replica"),
+        ("2P_2D", "roles", "remote"),
+        ("2P_2D", "local", "local"),
+        ("2P_2pD", "roles", "local"),
+        ("2P_1D_1pD", "roles", "mixed"),
+        ("2P_2D", "share:0.5", "mixed"),
+        ("1R_1P_2D", "roles", "hybrid"),
+        ("2P_2D", "table:t.json", "table"),
+        ("2P_2D", "threshold:512", "other"),
+    ],
+)
+def test_a_line_is_coloured_by_what_it_does_with_later_turns(topology, policy, expected):
+    """The class follows from topology and policy together, never from a name alone."""
+    assert route_class(SeriesKey(topology, policy)) == expected
+
+
+def test_a_point_that_may_not_vote_is_not_drawn():
+    """Barred and failing points are left out of curves; flags alone are not a bar."""
+    good = point(ttft_s=0.2, validity=["too_few"])
+    barred = point(repeat=1, ttft_s=9.0, validity=["path_unproven"])
+    failing = point(repeat=2, ttft_s=9.0, success=0.5)
+
+    spread = curve([good, barred, failing], "ttft_s", "p50")[2.0]
+
+    assert (spread.low, spread.mean, spread.high) == (0.2, 0.2, 0.2)
+
+
+def test_every_figure_states_whether_it_was_measured():
+    """Real, simulated and imported numbers can never be confused."""
+    assert style.origin({"backend": "sim"}).startswith("SIMULATED")
+    assert style.origin({"backend": "vllm", "model": "m"}) == "MEASURED on real vLLM · m"
+    shown = against_rate([point()], {"backend": "sim"}, "ttft_s", "p50").get_supxlabel()
+
+    assert "SIMULATED" in shown
+
+
+def test_a_missing_replica_baseline_is_said():
+    """The plane names its replicas, and says so loudly when the run holds none."""
+    without = plane([point()], {}).get_supxlabel()
+    with_it = plane([point(), point(topology="4R", policy="roles")], {}).get_supxlabel()
+
+    assert "NO BASELINE" in without
+    assert "4R" in with_it
+
+
+def test_a_run_becomes_pngs_and_a_summary(tmp_path):
+    """Files land straight in DIR and the summary counts what the figures show."""
+    run = tmp_path / "run"
+    run.mkdir()
+    points = [point(), point(policy="local"), point(topology="4R", policy="roles", success=0.1)]
+    (run / "points.jsonl").write_text("".join(json.dumps(p) + "\n" for p in points))
+    (run / "manifest.json").write_text('{"backend": "sim"}')
+
+    summary = draw(run, tmp_path / "out")
+
+    assert summary == json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["points"], summary["usable"], summary["simulated"]) == (3, 2, True)
+    for name in summary["figures"]:
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_table_becomes_a_heat_map(tmp_path):
+    """Every status can be drawn, a cell without S included."""
+    cells = [
+        cell(), cell(rate_per_s=4.0, s=-0.2, decision="remote"),
+        cell(rate_per_s=8.0, s=None, status="one_sided"), cell(topology="1P_3D", status="failed"),
+    ]  # fmt: skip
+    table = tmp_path / "t.json"
+    table.write_text(json.dumps({"cells": cells, "provenance": {"backend": "vllm"}}))
+
+    summary = draw(table, tmp_path / "out")
+
+    assert summary["by_decision"] == {"local": 3, "remote": 1}
+    assert (tmp_path / "out" / "table.png").exists()
+
+
+def test_what_cannot_be_drawn_is_refused_with_a_sentence(tmp_path):
+    """A missing path, a text file and an empty run each say what was expected."""
+    text = tmp_path / "notes.txt"
+    text.write_text("hello")
+    empty = tmp_path / "run"
+    empty.mkdir()
+    (empty / "points.jsonl").write_text("")
+    (empty / "manifest.json").write_text("{}")
+
+    with pytest.raises(UsageError, match="run folder"):
+        draw(tmp_path / "missing", tmp_path / "out")
+    with pytest.raises(UsageError, match="not JSON"):
+        draw(text, tmp_path / "out")
+    with pytest.raises(NothingUsableError, match="no finished point"):
+        draw(empty, tmp_path / "out")
