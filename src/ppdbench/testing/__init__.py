@@ -1,1 +1,5 @@
 """FakeEngine and ScriptedCluster, public: for users' tests too."""
+
+from ppdbench.testing.fake import FakeEngine, Fault, FaultKind, Served, Service, every
+
+__all__ = ["FakeEngine", "Fault", "FaultKind", "Served", "Service", "every"]

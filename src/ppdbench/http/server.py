@@ -1,0 +1,302 @@
+"""HTTP/1.1 server shell on ``asyncio.Protocol`` and httptools: a handler per request, no framework.
+
+Requests on one connection are answered one after the other. A handler gets the whole request and a
+:class:`Responder`, which it may keep and use later; nothing needs to be awaited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Self
+
+import httptools
+import orjson
+
+from ppdbench.core.errors import EngineError
+from ppdbench.http.messages import JSON_TYPE, Headers
+
+MAX_BODY_BYTES = 256 * 1024 * 1024
+_LAST_CHUNK = b"0\r\n\r\n"
+
+
+@dataclass(slots=True)
+class Incoming:
+    """A whole request. ``target`` has its query string; header names are lower-case."""
+
+    method: str
+    target: str
+    headers: Headers
+    body: bytes
+    received_at_s: float
+
+    @property
+    def path(self) -> str:
+        return self.target.partition("?")[0]
+
+    def get(self, name: bytes) -> bytes | None:
+        """The first header called ``name``, which is lower-case."""
+        return next((value for key, value in self.headers if key == name), None)
+
+
+class Responder:
+    """Writes one answer: ``send``, or ``start``, ``write`` any number of times, ``end``.
+
+    ``on_gone`` is called when the client leaves before the end; ``on_writable`` when a full
+    buffer has drained. After the client has left, writes are dropped.
+    """
+
+    __slots__ = ("_connection", "_keep_alive", "finished", "gone", "on_gone", "on_writable",
+                 "started")  # fmt: skip
+
+    def __init__(self, connection: _ServerConnection, *, keep_alive: bool) -> None:
+        self._connection = connection
+        self._keep_alive = keep_alive
+        self.started = False
+        self.finished = False
+        self.gone = False
+        self.on_gone: Callable[[], None] | None = None
+        self.on_writable: Callable[[], None] | None = None
+
+    @property
+    def congested(self) -> bool:
+        """Whether the client reads more slowly than we write."""
+        return self._connection.congested
+
+    def send(self, status: int, body: bytes, headers: Headers = ()) -> None:
+        """A whole answer."""
+        length = (b"content-length", b"%d" % len(body))
+        self._write(_render_head(status, (*headers, length), keep_alive=self._keep_alive) + body)
+        self._finish()
+
+    def send_json(self, status: int, document: object, headers: Headers = ()) -> None:
+        self.send(status, orjson.dumps(document), (JSON_TYPE, *headers))
+
+    def start(self, status: int, headers: Headers = ()) -> None:
+        """Begin a chunked answer."""
+        self.started = True
+        chunked = (b"transfer-encoding", b"chunked")
+        self._write(_render_head(status, (*headers, chunked), keep_alive=self._keep_alive))
+
+    def write(self, data: bytes) -> None:
+        """One chunk; its bytes go to the kernel now."""
+        if data:
+            self._write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def end(self) -> None:
+        self._write(_LAST_CHUNK)
+        self._finish()
+
+    def abort(self) -> None:
+        """Close the connection in the middle, so that the client sees a broken answer."""
+        self.finished = True
+        self._connection.abort()
+
+    def lose_client(self) -> None:
+        """Called by the connection when the client has left."""
+        if self.finished or self.gone:
+            return
+        self.gone = True
+        if self.on_gone is not None:
+            self.on_gone()
+
+    def _write(self, data: bytes) -> None:
+        if not self.gone and not self.finished:
+            self._connection.write(data)
+
+    def _finish(self) -> None:
+        if self.gone or self.finished:
+            return
+        self.finished = True
+        self._connection.finish(keep_alive=self._keep_alive)
+
+
+Handler = Callable[[Incoming, Responder], None]
+
+
+def _render_head(status: int, headers: Headers, *, keep_alive: bool) -> bytes:
+    try:
+        phrase = HTTPStatus(status).phrase
+    except ValueError:
+        phrase = ""
+    lines = [f"HTTP/1.1 {status} {phrase}".encode()]
+    lines += [name + b": " + value for name, value in headers]
+    if not keep_alive:
+        lines.append(b"connection: close")
+    return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+class _ServerConnection(asyncio.Protocol):
+    """One client. httptools calls the ``on_*`` methods."""
+
+    def __init__(self, handler: Handler, connections: set[_ServerConnection]) -> None:
+        self._handler = handler
+        self._connections = connections
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpRequestParser(self)
+        self._waiting: deque[tuple[Incoming, bool]] = deque()
+        self._responder: Responder | None = None
+        self._at_s = 0.0
+        self.congested = False
+        self._reset()
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def finish(self, *, keep_alive: bool) -> None:
+        """The answer under way is whole: take the next request, or close."""
+        self._responder = None
+        if not keep_alive:
+            if self._transport is not None:
+                self._transport.close()
+        elif self._waiting:
+            self._handle(*self._waiting.popleft())
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._connections.add(self)
+
+    def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
+        self._connections.discard(self)
+        self._transport = None
+        self._waiting.clear()
+        if self._responder is not None:
+            self._responder.lose_client()
+
+    def pause_writing(self) -> None:
+        self.congested = True
+
+    def resume_writing(self) -> None:
+        self.congested = False
+        if self._responder is not None and self._responder.on_writable is not None:
+            self._responder.on_writable()
+
+    def data_received(self, data: bytes) -> None:
+        self._at_s = time.monotonic()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._refuse(501)
+        except httptools.HttpParserCallbackError as error:
+            self.abort()
+            raise (error.__context__ or error) from None
+        except httptools.HttpParserError:
+            self._refuse(400)
+
+    # httptools
+
+    def on_url(self, target: bytes) -> None:
+        self._target += target
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+        if name.lower() == b"expect":
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, data: bytes) -> None:
+        self._size += len(data)
+        if self._size > MAX_BODY_BYTES:
+            self._refuse(413)
+        else:
+            self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        incoming = Incoming(
+            self._parser.get_method().decode(),
+            self._target.decode("latin-1"),
+            tuple(self._headers),
+            b"".join(self._body),
+            self._at_s,
+        )
+        keep_alive = self._parser.should_keep_alive()
+        self._reset()
+        if self._responder is None:
+            self._handle(incoming, keep_alive)
+        else:
+            self._waiting.append((incoming, keep_alive))
+
+    def _handle(self, incoming: Incoming, keep_alive: bool) -> None:  # noqa: FBT001
+        self._responder = responder = Responder(self, keep_alive=keep_alive)
+        self._handler(incoming, responder)
+
+    def _reset(self) -> None:
+        self._target = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._body: list[bytes] = []
+        self._size = 0
+
+    def _refuse(self, status: int) -> None:
+        self.write(_render_head(status, ((b"content-length", b"0"),), keep_alive=False))
+        if self._transport is not None:
+            self._transport.close()
+
+
+class Server:
+    """Listens and hands requests to ``handler``. ``port`` 0 takes a free one."""
+
+    def __init__(self, handler: Handler, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._handler = handler
+        self._host = host
+        self._port = port
+        self._server: asyncio.Server | None = None
+        self._connections: set[_ServerConnection] = set()
+
+    def __repr__(self) -> str:
+        return f"<Server {self.url} {len(self._connections)} connections>"
+
+    @property
+    def port(self) -> int:
+        return self._port
+
+    @property
+    def url(self) -> str:
+        return f"http://{self._host}:{self._port}"
+
+    async def start(self) -> None:
+        """Begin to listen.
+
+        Raises:
+            EngineError: the port is taken or the address is not ours.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(
+                lambda: _ServerConnection(self._handler, self._connections),
+                self._host,
+                self._port,
+                backlog=4096,
+            )
+        except OSError as error:
+            raise EngineError(
+                f"cannot listen on {self._host}:{self._port}: {error.strerror or error}; "
+                "choose another port or stop what listens there"
+            ) from error
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        """Stop listening and close every connection."""
+        if self._server is not None:
+            self._server.close()
+        for connection in tuple(self._connections):
+            connection.abort()
+        await asyncio.sleep(0)
+        self._server = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

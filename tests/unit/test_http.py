@@ -1,0 +1,287 @@
+"""The client and the server shell against each other and against misbehaving peers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from ppdbench.core.errors import EngineError, UsageError
+from ppdbench.http.client import Pool
+from ppdbench.http.errors import BrokenError, CancelledExchangeError, ConnectError
+from ppdbench.http.messages import Origin, Request
+from ppdbench.http.server import Server
+
+
+class Recorder:
+    """A sink that keeps everything."""
+
+    def __init__(self):
+        self.head = None
+        self.bodies = []
+        self.error = None
+        self.done = asyncio.Event()
+        self.first = asyncio.Event()
+
+    def on_head(self, head, at_s):
+        self.head = head
+
+    def on_body(self, data, at_s):
+        self.bodies.append((at_s, data))
+        self.first.set()
+
+    def on_end(self, at_s):
+        self.done.set()
+
+    def on_failure(self, error, at_s):
+        self.error = error
+        self.done.set()
+
+
+@pytest.fixture
+async def pool():
+    pool = Pool()
+    yield pool
+    await pool.close()
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110  (any condition, not an event)
+        await asyncio.sleep(0.001)
+
+
+async def raw_server(serve):
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    return server, Origin("http", "127.0.0.1", server.sockets[0].getsockname()[1])
+
+
+def echo(incoming, responder):
+    responder.send(200, incoming.body, ((b"x-target", incoming.target.encode()),))
+
+
+async def test_a_connection_is_kept_and_used_again(pool):
+    """Ten requests one after the other need one connection."""
+    async with Server(echo) as server:
+        origin = Origin.parse(server.url)
+        for i in range(10):
+            response = await pool.fetch(origin, Request("POST", f"/{i}", (), b"%d" % i))
+            assert response.body == b"%d" % i
+            assert response.head.get(b"X-Target") == b"/%d" % i
+
+        assert repr(pool) == "<Pool 1 connections, 1 idle>"
+
+
+async def test_nothing_waits_for_a_free_connection(pool):
+    """Open loop: two hundred requests at once are two hundred connections."""
+    waiting = []
+    async with Server(lambda _, responder: waiting.append(responder)) as server:
+        origin = Origin.parse(server.url)
+        fetches = [asyncio.create_task(pool.fetch(origin, Request("GET", "/"))) for _ in range(200)]
+        await until(lambda: len(waiting) == 200)
+        for responder in waiting:
+            responder.send(200, b"")
+        await asyncio.gather(*fetches)
+
+        assert repr(pool) == "<Pool 200 connections, 200 idle>"
+
+
+async def test_chunks_arrive_with_instants_before_the_end(pool):
+    """A body is handed on as it comes, never collected."""
+    responders = []
+    async with Server(lambda _, responder: responders.append(responder)) as server:
+        sink = Recorder()
+        pool.start(Origin.parse(server.url), Request("GET", "/"), sink)
+        await until(lambda: responders)
+        responders[0].start(200)
+        responders[0].write(b"one")
+        await sink.first.wait()
+        assert not sink.done.is_set()
+        responders[0].write(b"two")
+        responders[0].end()
+        await sink.done.wait()
+
+    assert b"".join(data for _, data in sink.bodies) == b"onetwo"
+    assert sink.bodies[0][0] <= sink.bodies[-1][0]
+
+
+async def test_cancelling_closes_the_connection(pool):
+    """The server must see that nobody wants the answer."""
+    gone = asyncio.Event()
+
+    def handler(_, responder):
+        responder.on_gone = gone.set
+        responder.start(200)
+        responder.write(b"x")
+
+    async with Server(handler) as server:
+        sink = Recorder()
+        exchange = pool.start(Origin.parse(server.url), Request("GET", "/"), sink)
+        await sink.first.wait()
+        exchange.cancel()
+        await asyncio.wait_for(gone.wait(), 5)
+
+    assert isinstance(sink.error, CancelledExchangeError)
+
+
+async def test_a_paused_reader_stops_the_server(pool):
+    """Back-pressure reaches the other end, and goes away."""
+    state = {}
+
+    def handler(_, responder):
+        state["responder"] = responder
+        responder.start(200)
+
+    async with Server(handler) as server:
+        sink = Recorder()
+        exchange = pool.start(Origin.parse(server.url), Request("GET", "/"), sink)
+        await until(lambda: sink.head)
+        exchange.pause()
+        written = 0
+        while not state["responder"].congested:
+            state["responder"].write(b"x" * 65536)
+            written += 65536
+            await asyncio.sleep(0)
+        assert sum(len(data) for _, data in sink.bodies) < written
+        exchange.resume()
+        state["responder"].end()
+        await sink.done.wait()
+
+    assert sum(len(data) for _, data in sink.bodies) == written
+
+
+async def test_nobody_listening_is_a_connect_error(pool):
+    """The text names the address and asks the right question."""
+    async with Server(echo) as server:
+        origin = Origin.parse(server.url)
+
+    with pytest.raises(ConnectError, match=f"{origin.port}.*is the server running"):
+        await pool.fetch(origin, Request("GET", "/"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "got_bytes"),
+    [
+        (b"", False),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf", True),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\nhalf\r\n", True),
+        (b"this is no HTTP\r\n\r\n", True),
+    ],
+)
+async def test_a_connection_that_closes_early_is_broken(pool, answer, got_bytes):
+    """Half an answer is never taken for a whole one."""
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    server, origin = await raw_server(serve)
+    async with server:
+        with pytest.raises(BrokenError) as caught:
+            await pool.fetch(origin, Request("GET", "/"))
+
+    assert caught.value.got_bytes is got_bytes
+
+
+async def test_a_body_may_end_with_the_connection(pool):
+    """HTTP/1.0 manners: no length, no chunks, the close is the end."""
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nall of it")
+        await writer.drain()
+        writer.close()
+
+    server, origin = await raw_server(serve)
+    async with server:
+        response = await pool.fetch(origin, Request("GET", "/"))
+
+    assert response.body == b"all of it"
+
+
+async def test_a_request_that_meets_a_dead_idle_connection_is_sent_once_more(pool):
+    """A server may close an idle connection at any time; that is no failed turn."""
+    connections = []
+
+    async def serve(reader, writer):
+        connections.append(writer)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        await writer.drain()
+        if len(connections) == 1:
+            await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    server, origin = await raw_server(serve)
+    async with server:
+        assert (await pool.fetch(origin, Request("GET", "/"))).body == b"ok"
+        assert (await pool.fetch(origin, Request("GET", "/"))).body == b"ok"
+
+    assert len(connections) == 2
+
+
+async def test_an_interim_answer_is_swallowed(pool):
+    """100 Continue is not the answer."""
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 201 Made\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server, origin = await raw_server(serve)
+    async with server:
+        assert (await pool.fetch(origin, Request("GET", "/"))).head.status == 201
+
+
+async def test_a_silent_server_costs_no_more_than_the_timeout(pool):
+    """The text says where and how long."""
+    async with Server(lambda *_: None) as server:
+        with pytest.raises(BrokenError, match=r"/slow gave no whole answer in 0\.05 s"):
+            await pool.fetch(Origin.parse(server.url), Request("GET", "/slow"), timeout_s=0.05)
+
+
+async def test_requests_on_one_connection_are_answered_in_order():
+    """Pipelined requests wait for each other."""
+    async with Server(echo) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        one = b"POST / HTTP/1.1\r\ncontent-length: 1\r\n\r\n"
+        writer.write(one + b"a" + one + b"b")
+        text = await reader.readuntil(b"a") + await reader.readuntil(b"\r\n\r\nb")
+        writer.close()
+
+    assert text.count(b"200 OK") == 2
+
+
+async def test_nonsense_from_a_client_is_400():
+    """The server shell answers and closes."""
+    async with Server(echo) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"nonsense\r\n\r\n")
+        text = await reader.read()
+        writer.close()
+
+    assert text.startswith(b"HTTP/1.1 400 ")
+
+
+async def test_a_taken_port_is_one_sentence():
+    """It names the port and what to do."""
+    async with Server(echo) as server:
+        with pytest.raises(EngineError, match=f"{server.port}.*choose another port"):
+            await Server(echo, port=server.port).start()
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "127.0.0.1:80", "http://", "http://h:99999"])
+def test_a_url_that_is_none_is_refused(url):
+    """The text repeats it."""
+    with pytest.raises(UsageError, match=url):
+        Origin.parse(url)
+
+
+def test_an_origin_keeps_path_and_brackets():
+    """Prefixes such as /proxy are put before every target."""
+    origin = Origin.parse("http://[::1]:8000/proxy/")
+
+    assert origin.authority == "[::1]:8000"
+    assert Request("GET", "/v1/models").render(origin).startswith(b"GET /proxy/v1/models HTTP/1.1")
