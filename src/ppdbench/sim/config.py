@@ -1,0 +1,101 @@
+"""Everything a simulated cluster depends on, with a plain-dictionary form for manifests."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ppdbench.core.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Overheads:
+    """Time outside the GPU's kernels. ``docs/simulator.md`` says where each default was fitted.
+
+    A step costs ``step_s`` and ``sequence_s`` per running sequence up to ``sequence_cap_s``.
+    ``request_s`` stands once before each request (HTTP, tokenizer, the engine's hand-over).
+    """
+
+    step_s: float = 1.5e-3
+    sequence_s: float = 0.12e-3
+    sequence_cap_s: float = 3.0e-3
+    request_s: float = 20e-3
+
+    def host_s(self, sequences: int) -> float:
+        return self.step_s + min(self.sequence_cap_s, self.sequence_s * sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class Connector:
+    """How KV gets from P to D.
+
+    ``hop_s`` stands between P's answer and D's request. A transfer costs ``transfer_s`` plus
+    ``token_s`` per moved token plus the link's time. A ``synchronous`` connector pushes the whole
+    prompt each turn, before D's request; D then spends ``stall_token_s`` per token of it inside
+    its own step. The others move only the blocks that D lacks, beside D's steps.
+    """
+
+    name: str
+    hop_s: float
+    transfer_s: float
+    token_s: float
+    synchronous: bool
+    can_pull: bool
+    stall_token_s: float = 0.0
+
+
+CONNECTORS = {
+    "nixl": Connector("nixl", 10e-3, 1e-3, 0.0, synchronous=False, can_pull=True),
+    "p2p_nccl": Connector("p2p_nccl", 60e-3, 0.0, 11.4e-6, synchronous=True, can_pull=False),
+}
+
+LINKS = {"nvlink": 200e9, "ib_ndr": 50e9, "ib_hdr": 25e9, "eth_100g": 10e9, "free": float("inf")}
+"""Bytes per second and direction of each node's port; ``free`` is for theory tests."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimConfig:
+    """One kind of node, used for every node of the topology.
+
+    ``costs`` names the source: ``measured``, ``roofline`` or the path of a calibration file.
+    ``retokenisation_loss`` is the chance per reply token that the history, sent back as text,
+    encodes to other tokens from there on; 0 is a history of token ids.
+
+    Raises:
+        UsageError: an unknown connector or link, or a number out of range.
+    """
+
+    gpu: str = "h100_sxm"
+    model: str = "meta-llama/Meta-Llama-3.1-8B"
+    costs: str = "measured"
+    connector: str = "nixl"
+    link: str = "nvlink"
+    overheads: Overheads = field(default_factory=Overheads)
+    max_batched_tokens: int = 8192
+    max_sequences: int = 1024
+    block_tokens: int = 16
+    gpu_memory_utilization: float = 0.9
+    max_context_tokens: int | None = None
+    prefix_caching: bool = True
+    retokenisation_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        _known("connector", self.connector, CONNECTORS)
+        _known("link", self.link, LINKS)
+        if not 0 <= self.retokenisation_loss <= 1:
+            raise UsageError(
+                f"retokenisation loss {self.retokenisation_loss}: a chance per token lies in [0, 1]"
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values only; :meth:`from_dict` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SimConfig:
+        return cls(**{**values, "overheads": Overheads(**values.get("overheads", {}))})
+
+
+def _known(what: str, name: str, table: dict[str, Any]) -> None:
+    if name not in table:
+        raise UsageError(f"unknown {what} {name!r}; known: {', '.join(sorted(table))}")

@@ -1,0 +1,47 @@
+"""From a configuration to the tables and the memory of one node, once per process."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ppdbench.core.errors import UsageError
+from ppdbench.sim.cluster import Capacity
+from ppdbench.sim.config import SimConfig
+from ppdbench.sim.costs import CostTables
+from ppdbench.sim.gpus import gpu
+from ppdbench.sim.measured import measured_costs
+from ppdbench.sim.models import model_shape
+
+
+@lru_cache(maxsize=8)
+def costs_for(config: SimConfig) -> CostTables:
+    """Cost tables of the configuration's source.
+
+    Raises:
+        UsageError: unknown GPU, model or source.
+    """
+    return measured_costs(model_shape(config.model), gpu(config.gpu), config.max_batched_tokens)
+
+
+def capacity_for(config: SimConfig) -> Capacity:
+    """KV blocks that fit beside the weights, as vLLM reckons them.
+
+    Raises:
+        UsageError: unknown GPU or model, a context beyond the model's, a model that does not fit.
+    """
+    shape, card = model_shape(config.model), gpu(config.gpu)
+    context = config.max_context_tokens or shape.context_tokens
+    if context > shape.context_tokens:
+        raise UsageError(
+            f"context of {context} tokens: {shape.name} takes at most {shape.context_tokens}"
+        )
+    usable = int(card.memory_bytes * config.gpu_memory_utilization)
+    room = usable - shape.weight_bytes - card.reserved_bytes
+    blocks = room // (shape.kv_bytes_per_token * config.block_tokens)
+    if blocks < 1:
+        raise UsageError(
+            f"{shape.name} needs {shape.weight_bytes / 2**30:.1f} GiB for weights alone and "
+            f"{card.name} offers {usable / 2**30:.1f} GiB at gpu_memory_utilization "
+            f"{config.gpu_memory_utilization:g}: take a smaller model or a larger GPU"
+        )
+    return Capacity(blocks, shape.kv_bytes_per_token, context)
