@@ -1,0 +1,161 @@
+"""A grid file: which points a sweep has, and the conversations of each (docs/workloads.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ppdbench.core.conversation import Arrival
+from ppdbench.core.errors import WorkloadError
+from ppdbench.core.seeds import rng_for
+from ppdbench.experiments.grid_file import Arm, GridTables, read_tables
+from ppdbench.experiments.workload_entries import Workload
+from ppdbench.runs.points import PointKey
+from ppdbench.workload.arrivals import ArrivalProcess, arrival_times
+from ppdbench.workload.dataset import RecordedTurns
+
+
+@dataclass(frozen=True)
+class EngineDefaults:
+    """What a real engine is asked for: see ``[engine]`` in docs/workloads.md.
+
+    ``replies`` is ``model`` (the model's own reply becomes history) or ``recorded``.
+    """
+
+    ignore_eos: bool = True
+    temperature: float = 0.0
+    replies: str = "model"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All points of a sweep. Equal seeds give equal schedules, whatever topology and policy.
+
+    Under ``closed`` arrivals a point's ``rate_per_s`` is its number of users.
+    ``settings`` are the backend options that the file (or its chosen variant) proposes.
+    """
+
+    name: str
+    arms: tuple[Arm, ...]
+    workloads: Mapping[str, Workload]
+    rates_per_s: tuple[float, ...]
+    repeats: int
+    duration_s: float
+    keep_records: bool
+    arrivals: ArrivalProcess
+    engine: EngineDefaults
+    document: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of what the file says, not of how it is laid out."""
+        return _digest(self.document)
+
+    def workload_digest(self, name: str) -> str:
+        """Of the workload's own entry, of the pauses and arrivals, and of the data it draws from.
+
+        Two runs with the same one used the same conversations.
+        """
+        entry = next(entry for entry in self.document["workload"] if entry["name"] == name)
+        shared = {key: self.document.get(key) for key in ("arrivals", "think", "duration_s")}
+        workload = self.workloads[name]
+        data = workload.prepared.info.digest if isinstance(workload, RecordedTurns) else None
+        return _digest({"entry": entry, "shared": shared, "data": data})
+
+    def points(self) -> list[PointKey]:
+        """Arms in file order, then workload, rate, repeat."""
+        return [
+            PointKey(topology, policy, workload, rate, repeat)
+            for arm in self.arms
+            for topology in arm.topologies
+            for policy in arm.policies
+            for workload in self.workloads
+            for rate in self.rates_per_s
+            for repeat in range(self.repeats)
+        ]
+
+    def schedule(self, key: PointKey, root_seed: int) -> list[Arrival]:
+        """The point's conversations and when each begins; no conversation stands in it twice."""
+        point = f"{key.workload}/{key.rate_per_s:g}/{key.repeat}/"
+        rng = rng_for(key.seed(root_seed), "schedule")
+        workload = self.workloads[key.workload]
+        times = arrival_times(self.arrivals, key.rate_per_s, self.duration_s, rng).tolist()
+        return list(map(Arrival, times, workload.conversations(len(times), point, rng)))
+
+    def prepare(self) -> None:
+        """Read and keep the data of every recorded workload, so that points start at once."""
+        for workload in self.workloads.values():
+            if isinstance(workload, RecordedTurns):
+                _ = workload.chats
+
+
+def _digest(document: Mapping[str, Any]) -> str:
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load_grid(name_or_path: str) -> Grid:
+    """``workloads/NAME.toml`` of the checkout or the package, or a path; ``@VARIANT`` picks one.
+
+    Raises:
+        WorkloadError: no such grid, not TOML, an unknown key, or a value that cannot be honoured.
+    """
+    name, _, variant = name_or_path.partition("@")
+    path = find_grid(name)
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise WorkloadError(
+            f"grid {str(path)!r} is no TOML file ({error}); docs/workloads.md has an example"
+        ) from error
+    return _grid(path, read_tables(path, document, variant))
+
+
+def _grid(path: Path, tables: GridTables) -> Grid:
+    name = path.stem if not tables.variant else f"{path.stem}@{tables.variant}"
+    return Grid(
+        name=name,
+        arms=tables.arms,
+        workloads={workload.name: workload for workload in tables.workloads},
+        rates_per_s=tables.rates_per_s,
+        repeats=tables.repeats,
+        duration_s=tables.duration_s,
+        keep_records=tables.keep_records,
+        arrivals=tables.arrivals,
+        engine=EngineDefaults(**tables.engine),
+        document=tables.document,
+        settings=tables.settings,
+    )
+
+
+def find_grid(name: str) -> Path:
+    """A path that exists, else the shipped grid of that name."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    for folder in grid_folders():
+        if (found := folder / f"{name}.toml").is_file():
+            return found
+    raise WorkloadError(
+        f"grid {name!r}: neither a file nor a shipped grid; shipped are "
+        f"{', '.join(shipped_grids()) or 'none'}"
+    )
+
+
+def shipped_grids() -> list[str]:
+    return sorted({path.stem for folder in grid_folders() for path in folder.glob("*.toml")})
+
+
+def grid_folders() -> list[Path]:
+    """``workloads/`` of the checkout this code lies in, then the copy inside the package."""
+    package = Path(str(importlib.resources.files("ppdbench")))
+    candidates = (package.parents[1] / "workloads", package / "_workloads")
+    return [folder for folder in candidates if folder.is_dir()]

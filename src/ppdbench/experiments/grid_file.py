@@ -1,0 +1,186 @@
+"""The TOML schema of a grid, checked key by key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ppdbench.core.errors import UsageError
+from ppdbench.core.topology import Topology
+from ppdbench.experiments.toml_table import Table
+from ppdbench.experiments.workload_entries import Workload, read_think, read_workloads
+from ppdbench.workload.arrivals import PROCESSES, ArrivalProcess, read_trace
+from ppdbench.workload.think import ThinkTime
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """Topologies × policies that run the whole product of workloads, rates and repeats."""
+
+    topologies: tuple[str, ...]
+    policies: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GridTables:
+    """A grid file, read and checked, with its variant already laid over it."""
+
+    variant: str
+    arms: tuple[Arm, ...]
+    workloads: tuple[Workload, ...]
+    rates_per_s: tuple[float, ...]
+    repeats: int
+    duration_s: float
+    keep_records: bool
+    arrivals: ArrivalProcess
+    engine: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    document: Mapping[str, Any]
+
+
+def read_tables(path: Path, document: Mapping[str, Any], variant: str) -> GridTables:
+    """Check every key; lay the variant's ``settings`` over the file's."""
+    top = Table(path, "top level", document)
+    top.take("title", str, "")
+    think = read_think(top.table("think"), ThinkTime())
+    settings = _settings(top, variant)
+    arrivals = _arrivals(top.table("arrivals"), path)
+    duration_s = top.take("duration_s", float, None)
+    tables = GridTables(
+        variant=settings.name,
+        arms=_arms(top),
+        workloads=read_workloads(top, think),
+        rates_per_s=_rates(top, arrivals),
+        repeats=top.take_count("repeats", 1),
+        duration_s=_duration(top, duration_s, arrivals),
+        keep_records=top.take("keep_records", bool, default=False),
+        arrivals=arrivals,
+        engine=_engine(top.table("engine")),
+        settings=settings.values,
+        document={**document, "variant": settings.name},
+    )
+    top.close()
+    return tables
+
+
+def _arms(top: Table) -> tuple[Arm, ...]:
+    entries = top.take("arm", list)
+    arms = [_arm(Table(top.path, f"[[arm]] {i}", entry)) for i, entry in enumerate(entries, 1)]
+    pairs = [(t, p) for arm in arms for t in arm.topologies for p in arm.policies]
+    if not pairs or len(set(pairs)) != len(pairs):
+        raise top.error("arm", "must name each (topology, policy) once, and at least one")
+    return tuple(arms)
+
+
+def _arm(table: Table) -> Arm:
+    arm = Arm(table.take_names("topologies"), table.take_names("policies"))
+    table.close()
+    for name in arm.topologies:
+        try:
+            Topology.parse(name)
+        except UsageError as error:
+            raise table.error("topologies", f"has {name!r}: {error}") from error
+    return arm
+
+
+def _rates(top: Table, arrivals: ArrivalProcess) -> tuple[float, ...]:
+    """Rates; or the users of a closed loop; or the one rate that a trace has."""
+    rates = top.take("rates_per_s", list, None)
+    users = top.take("users", list, None)
+    if arrivals.process == "trace":
+        if rates is not None or users is not None:
+            raise top.error("rates_per_s", "cannot be chosen: a trace has its own rate")
+        return (len(arrivals.times_s) / max(arrivals.times_s[-1], 1e-9),)
+    wanted, key, other = (
+        (users, "users", rates) if arrivals.is_closed else (rates, "rates_per_s", users)
+    )
+    if other is not None:
+        raise top.error(
+            "rates_per_s" if arrivals.is_closed else "users",
+            f"cannot be honoured by {arrivals.process} arrivals; give `{key}`",
+        )
+    return _numbers(top, key, wanted, whole=arrivals.is_closed)
+
+
+def _numbers(top: Table, key: str, values: list[Any] | None, *, whole: bool) -> tuple[float, ...]:
+    kinds = (int,) if whole else (int, float)
+    good = bool(values) and all(
+        isinstance(v, kinds) and not isinstance(v, bool) and 0 < v < math.inf for v in values or ()
+    )
+    if not good or len(set(values or ())) != len(values or ()):
+        raise top.error(key, f"is {values!r}; expected different numbers above 0")
+    return tuple(map(float, values or ()))
+
+
+def _duration(top: Table, duration_s: float | None, arrivals: ArrivalProcess) -> float:
+    if duration_s is None and arrivals.process == "trace":
+        return math.inf
+    if duration_s is None or not 0 < duration_s < math.inf:
+        raise top.error("duration_s", f"is {duration_s!r}; expected seconds of arrivals, above 0")
+    return float(duration_s)
+
+
+def _arrivals(table: Table, path: Path) -> ArrivalProcess:
+    process = table.take("process", str, "poisson")
+    if process not in PROCESSES:
+        raise table.error("process", f"is {process!r}; expected one of {', '.join(PROCESSES)}")
+    arrivals = ArrivalProcess(process)
+    if process == "gamma":
+        arrivals = replace(arrivals, cv=_gamma_cv(table))
+    if process == "trace":
+        file = path.parent / table.take("file", str)
+        arrivals = replace(arrivals, times_s=read_trace(file))
+    table.close()
+    return arrivals
+
+
+def _gamma_cv(table: Table) -> float:
+    """``cv``, or ``burstiness`` as vLLM counts it: the gamma's shape, 1/cv²."""
+    cv = table.take("cv", float, None)
+    burstiness = table.take("burstiness", float, None)
+    if (cv is None) == (burstiness is None):
+        raise table.error("cv", "or `burstiness` must be given, exactly one of them")
+    value = float(cv if cv is not None else burstiness**-0.5 if burstiness > 0 else -1)
+    if not 0 < value < math.inf:
+        raise table.error("cv" if cv is not None else "burstiness", "must be above 0")
+    return value
+
+
+_ENGINE_KEYS = {"ignore_eos": bool, "temperature": float, "replies": str}
+
+
+def _engine(table: Table) -> dict[str, Any]:
+    found = {
+        key: value
+        for key, kind in _ENGINE_KEYS.items()
+        if (value := table.take(key, kind, None)) is not None
+    }
+    table.close()
+    if found.get("replies", "model") not in ("model", "recorded"):
+        raise table.error("replies", f"is {found['replies']!r}; expected model or recorded")
+    if found.get("temperature", 0) < 0:
+        raise table.error("temperature", f"is {found['temperature']!r}; expected 0 or more")
+    return found
+
+
+@dataclass(frozen=True)
+class _Settings:
+    name: str
+    values: Mapping[str, Any]
+
+
+def _settings(top: Table, variant: str) -> _Settings:
+    """The file's ``[settings]`` under those of the chosen variant, or of the first one."""
+    common = top.take("settings", dict, {})
+    variants = top.take("variant", dict, {})
+    if not variants:
+        if variant:
+            raise top.error("variant", f"{variant!r} was asked for, but this grid has none")
+        return _Settings("", common)
+    chosen = variant or next(iter(variants))
+    if chosen not in variants:
+        raise top.error("variant", f"has no {chosen!r}; expected one of {', '.join(variants)}")
+    return _Settings(chosen, {**common, **variants[chosen]})

@@ -1,0 +1,167 @@
+"""Reading a source once, keeping its prepared form, and drawing conversations from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from ppdbench.core.conversation import Conversation, Turn
+from ppdbench.core.errors import WorkloadError
+from ppdbench.core.folders import cache_folder
+from ppdbench.workload.account import Account
+from ppdbench.workload.chat import Chat, RawChat
+from ppdbench.workload.clean import RULES_VERSION, clean, first_of_each_id, join_parts
+from ppdbench.workload.prepared import (
+    Origin,
+    PreparedInfo,
+    prepared_info,
+    read_prepared,
+    write_prepared,
+)
+from ppdbench.workload.select import EVERYTHING, Selection, select
+from ppdbench.workload.source import Source, SourceKind, find_source
+from ppdbench.workload.think import NO_PAUSE, ThinkTime
+from ppdbench.workload.tokens import DEFAULT, counted, load_tokenizer
+
+
+def read_chats(source: Source, account: Account) -> Iterator[Chat]:
+    """Cleaned chats without token counts; the account is final when the iterator ends."""
+    if source.kind is SourceKind.JSON:
+        return clean(join_parts(_raw(source, account), account), account)
+    return clean(first_of_each_id(_raw(source, account), account), account)
+
+
+def _raw(source: Source, account: Account) -> Iterator[RawChat]:
+    if source.kind is SourceKind.JSON:
+        from ppdbench.workload.read_json import read_json
+
+        return read_json(source.paths[0], account)
+    from ppdbench.workload.read_parquet import read_hub, read_shards
+
+    if source.kind is SourceKind.HUB:
+        return read_hub(source.hub_name, account)
+    return read_shards(source.paths, account)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prepared file and what it says of itself."""
+
+    path: Path
+    info: PreparedInfo
+
+
+def prepare(name: str, tokenizer_source: str = DEFAULT) -> Prepared:
+    """The prepared form of SRC: the file itself if it is one, else the cached one, else made now.
+
+    Kept under ``workloads/`` of the cache folder, by the source's files, the tokenizer's digest
+    and the version of the cleaning rules.
+    """
+    source = find_source(name)
+    if (given := _given_prepared(source, tokenizer_source)) is not None:
+        return given
+    tokenizer = load_tokenizer(tokenizer_source)
+    mark = f"{source.fingerprint}{tokenizer.digest}{RULES_VERSION}"
+    key = blake2b(mark.encode(), digest_size=12).hexdigest()
+    path = cache_folder() / "workloads" / f"{key}.parquet"
+    if path.is_file() and (info := prepared_info(path)) is not None:
+        return Prepared(path, info)
+    account = Account()
+    chats = counted(read_chats(source, account), tokenizer)
+    origin = Origin(name, tokenizer.name, tokenizer.digest, RULES_VERSION)
+    return Prepared(path, write_prepared(path, chats, account, origin))
+
+
+def _given_prepared(source: Source, tokenizer_source: str) -> Prepared | None:
+    """SRC itself when it is a prepared file; another tokenizer than its own is refused."""
+    if source.kind is not SourceKind.PARQUET or len(source.paths) != 1:
+        return None
+    path = source.paths[0]
+    info = prepared_info(path)
+    if info is None:
+        return None
+    origin = info.origin
+    if tokenizer_source != DEFAULT and (
+        load_tokenizer(tokenizer_source).digest != origin.tokenizer_digest
+    ):
+        raise WorkloadError(
+            f"prepared workload {str(path)!r} was counted with {origin.tokenizer}, not with "
+            f"{tokenizer_source!r}; prepare it again from its source ({origin.source})"
+        )
+    return Prepared(path, info)
+
+
+@dataclass(frozen=True)
+class RecordedTurns:
+    """A workload of recorded conversations: a source, what is used of it, and the pauses."""
+
+    name: str
+    source: str
+    selection: Selection = EVERYTHING
+    tokenizer: str = DEFAULT
+    think: ThinkTime = NO_PAUSE
+
+    @cached_property
+    def prepared(self) -> Prepared:
+        return prepare(self.source, self.tokenizer)
+
+    @cached_property
+    def chats(self) -> list[Chat]:
+        """What the selection leaves, without texts."""
+        account = Account()
+        chats = read_prepared(self.prepared.path, content=False)
+        found = list(select(chats, self.selection, account))
+        if not found:
+            raise WorkloadError(
+                f"workload {self.name!r}: no conversation of {self.source!r} passes the selection; "
+                "loosen its limits"
+            )
+        if self.think.kind == "recorded":
+            _check_recorded_pauses(self, found)
+        return found
+
+    @property
+    def mean_turns(self) -> float:
+        return sum(chat.turns for chat in self.chats) / len(self.chats)
+
+    @property
+    def mean_output_tokens(self) -> float:
+        return sum(sum(chat.output_tokens) for chat in self.chats) / len(self.chats)
+
+    def conversations(self, n: int, prefix: str, rng: np.random.Generator) -> list[Conversation]:
+        """``n`` different ones; the id ends with the chat's own."""
+        if n > len(self.chats):
+            raise WorkloadError(
+                f"workload {self.name!r}: a point needs {n} conversations and the selection has "
+                f"{len(self.chats)}; conversations never repeat within a point, so lower the rate "
+                "or the duration, or loosen the selection"
+            )
+        chosen = rng.permutation(len(self.chats))[:n].tolist()
+        return [self._conversation(self.chats[i], prefix, rng) for i in chosen]
+
+    def _conversation(self, chat: Chat, prefix: str, rng: np.random.Generator) -> Conversation:
+        turns = map(Turn, chat.new_tokens, chat.output_tokens, self._pauses(chat, rng))
+        return Conversation(
+            f"{prefix}{chat.id}",
+            tuple(turns),
+            context_tokens=chat.context_tokens,
+            context_role=chat.context_role,
+        )
+
+    def _pauses(self, chat: Chat, rng: np.random.Generator) -> Iterable[float]:
+        if self.think.kind == "recorded":
+            return [min(pause or 0.0, self.think.max_s) for pause in chat.think_s]
+        return [0.0, *self.think.draw(chat.turns - 1, rng).tolist()]
+
+
+def _check_recorded_pauses(spec: RecordedTurns, chats: list[Chat]) -> None:
+    if all(pause is None for chat in chats for pause in chat.think_s[1:]):
+        raise WorkloadError(
+            f"workload {spec.name!r}: think time `recorded` was asked for, but {spec.source!r} "
+            "records no message times; use none, fixed, exponential or lognormal"
+        )

@@ -1,0 +1,162 @@
+"""The prepared form: cleaned, counted conversations in one Parquet file with its digest."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ppdbench.core.errors import WorkloadError
+from ppdbench.workload.account import Account
+from ppdbench.workload.chat import Chat
+
+SCHEMA_VERSION = 1
+
+_KEY = b"ppdbench.workload"
+_ROWS_PER_GROUP = 1000
+_CONTENT_COLUMNS = ("texts", "replies", "context_text")
+_COLUMNS = {
+    "id": pa.string(),
+    "texts": pa.list_(pa.large_string()),
+    "replies": pa.list_(pa.large_string()),
+    "new_tokens": pa.list_(pa.int32()),
+    "output_tokens": pa.list_(pa.int32()),
+    "think_s": pa.list_(pa.float64()),
+    "context_text": pa.large_string(),
+    "context_role": pa.string(),
+    "context_tokens": pa.int32(),
+    "language": pa.string(),
+    "model": pa.string(),
+    "toxic": pa.bool_(),
+    "redacted": pa.bool_(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the rows come from and by which tokenizer and rules."""
+
+    source: str
+    tokenizer: str
+    tokenizer_digest: str
+    rules_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedInfo:
+    """``digest`` covers every row's content and counts, in order, the tokenizer and the rules."""
+
+    origin: Origin
+    digest: str
+    account: Account
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            **asdict(self.origin),
+            "digest": self.digest,
+            "account": self.account.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> PreparedInfo:
+        origin = Origin(**{field.name: document[field.name] for field in fields(Origin)})
+        return cls(origin, document["digest"], Account.from_json(document["account"]))
+
+
+def write_prepared(
+    path: Path, chats: Iterable[Chat], account: Account, origin: Origin
+) -> PreparedInfo:
+    """Stream ``chats`` into ``path``; it appears whole or not at all.
+
+    ``account`` is read after the last chat, when it is final.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        info = _write(temporary, chats, account, origin)
+        _sync(temporary)
+        temporary.replace(path)
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+    return info
+
+
+def _write(path: Path, chats: Iterable[Chat], account: Account, origin: Origin) -> PreparedInfo:
+    facts = [SCHEMA_VERSION, origin.tokenizer_digest, origin.rules_version]
+    hasher = blake2b(orjson.dumps(facts), digest_size=16)
+    schema = pa.schema(list(_COLUMNS.items()))
+    with pq.ParquetWriter(path, schema, compression="zstd", write_page_checksum=True) as writer:
+        for batch in _batches(chats):
+            _add_to(hasher, batch)
+            writer.write_table(_table(batch))
+        info = PreparedInfo(origin, hasher.hexdigest(), account)
+        writer.add_key_value_metadata({_KEY: json.dumps(info.to_json())})
+    return info
+
+
+def _batches(chats: Iterable[Chat]) -> Iterator[list[Chat]]:
+    chats = iter(chats)
+    while batch := list(islice(chats, _ROWS_PER_GROUP)):
+        yield batch
+
+
+def _table(batch: list[Chat]) -> pa.Table:
+    columns = {name: [getattr(chat, name) for chat in batch] for name in _COLUMNS}
+    return pa.table(
+        {name: pa.array(values, type=_COLUMNS[name]) for name, values in columns.items()}
+    )
+
+
+def _add_to(hasher: blake2b, batch: list[Chat]) -> None:
+    for chat in batch:
+        hasher.update(orjson.dumps([getattr(chat, name) for name in _COLUMNS]))
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def prepared_info(path: Path) -> PreparedInfo | None:
+    """What a prepared file says of itself; ``None`` for any other Parquet file."""
+    metadata = pq.read_metadata(path).metadata or {}
+    if _KEY not in metadata:
+        return None
+    document = json.loads(metadata[_KEY])
+    if document.get("schema_version") != SCHEMA_VERSION:
+        raise WorkloadError(
+            f"prepared workload {str(path)!r} has schema version "
+            f"{document.get('schema_version')!r}, this tool reads {SCHEMA_VERSION}; "
+            "prepare it again with `ppd workload prepare`"
+        )
+    return PreparedInfo.from_json(document)
+
+
+def read_prepared(path: Path, *, content: bool) -> Iterator[Chat]:
+    """Rows in order; without ``content`` the texts stay on disk and the lists are empty."""
+    names = [name for name in _COLUMNS if content or name not in _CONTENT_COLUMNS]
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        for batch in file.iter_batches(_ROWS_PER_GROUP, columns=names):
+            yield from _chats(batch.to_pydict(), content=content)
+
+
+def _chats(columns: dict[str, list[Any]], *, content: bool) -> Iterator[Chat]:
+    if not content:
+        rows = len(columns["id"])
+        columns |= {"texts": [[] for _ in range(rows)], "replies": [[] for _ in range(rows)]}
+        columns["context_text"] = [""] * rows
+    names = list(_COLUMNS)
+    for row in zip(*(columns[name] for name in names), strict=True):
+        yield Chat(**dict(zip(names, row, strict=True)))
