@@ -13,10 +13,10 @@ from collections.abc import Callable, Hashable
 from heapq import heappop, heappush
 from math import ceil, sqrt
 
+from ppdbench.sim.blocks import KvBlocks
 from ppdbench.sim.config import Overheads
 from ppdbench.sim.costs import CostTables
 from ppdbench.sim.kernel import Kernel
-from ppdbench.sim.prefix_cache import PrefixCache
 
 NEVER = -1
 
@@ -32,8 +32,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "blocks", "cached_tokens", "computed", "fetch", "finish_step", "finished_at_s",
-        "first_token_at_s", "generated", "hold", "key", "loaded", "matching_tokens", "on_done",
+        "blocks", "cached_tokens", "computed", "fetch", "fetched_tokens", "finish_step",
+        "finished_at_s", "first_token_at_s", "generated", "hold", "key", "loaded",
+        "matching_tokens", "on_done",
         "output_tokens", "owner", "preemptions", "prompt_tokens", "stall_s", "start_step", "target",
     )  # fmt: skip
 
@@ -66,6 +67,7 @@ class Sequence:
         self.generated = 0
         self.blocks = 0
         self.cached_tokens = 0
+        self.fetched_tokens = 0
         self.start_step = 0
         self.finish_step = NEVER
         self.preemptions = 0
@@ -81,11 +83,12 @@ class Node:
         name: str,
         kernel: Kernel,
         costs: CostTables,
-        cache: PrefixCache,
+        cache: KvBlocks,
         *,
         overheads: Overheads,
         max_batched_tokens: int,
         max_sequences: int,
+        longest_stretch: int = 1 << 40,
     ) -> None:
         self.name = name
         self.cache = cache
@@ -95,6 +98,7 @@ class Node:
         self.preemptions = 0
         self._kernel, self._costs, self._overheads = kernel, costs, overheads
         self._budget, self._max_sequences = max_batched_tokens, max_sequences
+        self._longest_stretch = longest_stretch
         self._prompts: list[Sequence] = []
         self._batch = 0
         self._context_sum = 0
@@ -130,6 +134,23 @@ class Node:
         sequence.blocks = 0
         if self.waiting:
             self._attend()
+
+    def generated(self, sequence: Sequence) -> int:
+        """Tokens the sequence has got by the last step's end."""
+        if sequence.finish_step == NEVER:
+            return sequence.generated
+        return sequence.generated + self.steps - sequence.start_step
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Forget a sequence that waits or runs; what is under way in this step is thrown away."""
+        if sequence in self.running:
+            self._drop(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+            self.cache.release(sequence.key, sequence.blocks, sequence.computed)
+        self._chunks = [(other, n) for other, n in self._chunks if other is not sequence]
+        if self._stretch_steps > 1:
+            self._cut()
 
     def _attend(self) -> None:
         if not self._busy:
@@ -211,7 +232,7 @@ class Node:
     def _hold_up_to(self, sequence: Sequence, tokens: int) -> None:
         more = self.cache.blocks_for(tokens) - sequence.blocks
         if more > 0:
-            self.cache.grow(more)
+            self.cache.grow(sequence.key, more)
             sequence.blocks += more
 
     # -- one step with prompt tokens ---------------------------------------------------------
@@ -268,6 +289,7 @@ class Node:
         batch = self._batch
         line = self._costs.decode_line(batch, self._context_sum / batch)
         steps = min(self._next_finish() - self.steps, max(1, ceil(min(line.tokens, 1e9))))
+        steps = min(steps, self._longest_stretch)
         self._first_s = line.at_s + self._overheads.host_s(batch) + self._costs.dense_s(batch)
         self._slope_s = line.slope_s
         self._stretch_from_s = self._kernel.now_s
@@ -366,20 +388,25 @@ class Node:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Drop a sequence's blocks; it starts again from the front of the queue."""
-        if sequence.finish_step != NEVER:
-            self._stop_decoding(sequence)
-            sequence.finish_step = NEVER
-        else:
-            self._prompts.remove(sequence)
-        del self.running[sequence]
-        self.cache.release(sequence.key, sequence.blocks, sequence.computed)
-        sequence.blocks = sequence.computed = 0
+        self._drop(sequence)
+        sequence.computed = 0
         sequence.loaded, sequence.stall_s = False, 0.0
         sequence.target = sequence.prompt_tokens + sequence.generated
         sequence.matching_tokens = sequence.target
         sequence.preemptions += 1
         self.preemptions += 1
         self.waiting.appendleft(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        if sequence.finish_step != NEVER:
+            self._stop_decoding(sequence)
+            sequence.finish_step = NEVER
+            self._hold_up_to(sequence, sequence.computed)
+        else:
+            self._prompts.remove(sequence)
+        del self.running[sequence]
+        self.cache.release(sequence.key, sequence.blocks, sequence.computed)
+        sequence.blocks = 0
 
     def _steps_that_fit(self, steps: int) -> int:
         """How many of ``steps`` surely find blocks; at least one, which ``_make_room`` saw to."""

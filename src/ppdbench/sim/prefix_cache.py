@@ -61,7 +61,7 @@ class PrefixCache:
         self.held += hit + fresh
         self.trim()
 
-    def grow(self, blocks: int) -> None:
+    def grow(self, key: Hashable, blocks: int) -> None:  # noqa: ARG002 - ContentCache needs it
         """Hold more blocks; the caller has seen to it that they fit."""
         self.held += blocks
         self.trim()
