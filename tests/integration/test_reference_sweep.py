@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ppdbench.cli.app import app
+from ppdbench.runs.contests import ttft_tpot_conflict, win_rates
+from ppdbench.runs.store import read_points
 
 PAIRS = {
     "1P_3D": "1P_3pD",
@@ -105,3 +107,40 @@ def test_every_pair_agrees_with_the_direct_calculation(imported, raw, tmp_path, 
     said = built(imported, tmp_path, base=base, w_tpot=w_tpot, stat=stat, floor=floor)
     assert said == expected
     assert sum(expected[:2]) + expected[3] == 180
+
+
+def contests(summary):
+    """The summary's answers, win rates in percent by category."""
+    order = ("replica", "remote", "mixed", "local", "hybrid")
+    percent = {
+        name: [round(100 * shares[category], 1) for category in order]
+        for name, shares in summary["win_rates"].items()
+    }
+    return summary["ttft_tpot_conflict"], percent
+
+
+KNOWN_CONTESTS = (
+    {"cells": 180, "differ": 166},
+    {
+        "ttft": [63.3, 0.0, 0.6, 27.2, 8.9],
+        "tpot": [6.1, 38.3, 33.3, 15.6, 6.7],
+        "throughput": [2.2, 15.6, 27.8, 38.3, 16.1],
+    },
+)
+
+
+def test_the_conflict_and_the_winners_come_out(imported):
+    """166 of 180 cells have another TTFT-best than TPOT-best; win rates as first established."""
+    points = read_points(imported[0])
+    summary = {"ttft_tpot_conflict": ttft_tpot_conflict(points), "win_rates": win_rates(points)}
+
+    assert contests(summary) == KNOWN_CONTESTS
+
+
+@pytest.mark.slow
+def test_the_summary_of_a_plot_holds_them(imported, tmp_path):
+    """``ppd plot`` on the run says the same, on stdout and in ``summary.json``."""
+    said = invoke("plot", imported[0], "-o", tmp_path / "figures")
+    stored = json.loads((tmp_path / "figures" / "summary.json").read_text())
+
+    assert contests(said) == contests(stored) == KNOWN_CONTESTS

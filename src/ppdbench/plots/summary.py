@@ -16,6 +16,7 @@ from ppdbench.plots.series import (
     usable,
     workloads_of,
 )
+from ppdbench.runs.contests import ttft_tpot_conflict, win_rates
 
 
 def run_summary(points: Sequence[Point], manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,6 +30,8 @@ def run_summary(points: Sequence[Point], manifest: Mapping[str, Any]) -> dict[st
         "ok": sum(not (point.get("validity") or ()) for point in points),
         "usable": sum(usable(point) for point in points),
         "by_validity": dict(sorted(codes.items())),
+        "ttft_tpot_conflict": ttft_tpot_conflict(points),
+        "win_rates": win_rates(points),
         "series": [_series_summary(points, key) for key in series_of(points)],
     }
 

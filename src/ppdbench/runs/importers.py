@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppdbench import __version__
 from ppdbench.core.errors import RunError
 from ppdbench.core.topology import NAMED_TOPOLOGIES, Topology
+from ppdbench.runs.manifest import EngineIdentity, Manifest
 from ppdbench.runs.points import PointKey
+from ppdbench.runs.store import RunWriter
 from ppdbench.runs.validity import MIN_LATER_TURNS, MIN_SUCCESS, Validity
 
 POLICY = "roles"
@@ -194,25 +195,13 @@ def write_imported(
     imported: Imported, folder: Path, *, model: str | None = None, gpu: str | None = None
 ) -> None:
     """A run folder of kind ``imported``; what neither the files nor the caller say is ``None``."""
-    if (folder / "manifest.json").exists():
-        raise RunError(f"{folder} already holds a run; choose another folder with -o")
-    manifest = {
-        "schema_version": 1,
-        "backend": "imported",
-        "engine": "vllm",
-        "engine_version": None,
-        "model": model,
-        "dtype": None,
-        "gpu": gpu,
-        "connector": "P2pNcclConnector",
-        "block_size": None,
-        "flags": {"lengths": "nominal"},
-        "tool_version": __version__,
-        "seed": None,
-        "grid_digest": None,
-        "workload_digests": {},
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(p, sort_keys=True, allow_nan=False) + "\n" for p in imported.points]
-    (folder / "points.jsonl").write_text("".join(lines))
-    (folder / "manifest.json").write_text(json.dumps(manifest, sort_keys=True, indent=2) + "\n")
+    engine = EngineIdentity(
+        backend="imported",
+        engine="vllm",
+        model=model,
+        gpu=gpu,
+        connector="P2pNcclConnector",
+        flags={"lengths": "nominal"},
+    )
+    with RunWriter(folder, Manifest(engine, grid="vllm-ppd")) as run:
+        run.write_points(imported.points)

@@ -19,7 +19,7 @@ from ppdbench.table.inputs import (
     check_poolable,
     points_at,
 )
-from ppdbench.table.schema import CHECKED_FIELDS, Cell, Table, plain
+from ppdbench.table.schema import Cell, Table, plain
 from ppdbench.table.score import STATISTICS, Rule, Side, Stats
 
 FEATURES = ("context_tokens", "new_tokens", "output_tokens")
@@ -149,19 +149,22 @@ def _weighted(points: Sequence[Point], group: str, quantity: str, stat: str) -> 
     return sum(value * n for value, n in pairs) / total if total else None
 
 
+IDENTITY = ("engine", "engine_version", "model", "dtype", "gpu", "connector", "block_size", "flags")
+"""What a cluster must match for the figures to hold there."""
+
+
 def _provenance(runs: Sequence[RunInput], bases: Sequence[str]) -> dict[str, Any]:
     """What the figures hold for. No time, no path: equal runs give equal bytes."""
+    by_trust = [run.manifest.document() for run in sorted(runs, key=lambda run: run.simulated)]
     return {
         "bases": list(bases),
         "backend": "+".join(sorted({run.backend for run in runs})),
         "tool_version": __version__,
         "runs": [{"backend": run.backend, "digest": run.digest} for run in runs],
-        **{name: _known(runs, name) for name in CHECKED_FIELDS},
+        **{name: _first_known(by_trust, name) for name in IDENTITY},
     }
 
 
-def _known(runs: Sequence[RunInput], name: str) -> object:
-    """A live run's word over a simulated one's."""
-    by_trust = sorted(runs, key=lambda run: run.simulated)
-    values = (run.manifest.get(name) for run in by_trust)
-    return next((value for value in values if value is not None), None)
+def _first_known(documents: Sequence[dict[str, Any]], name: str) -> object:
+    """A live run's word comes before a simulated one's."""
+    return next((d[name] for d in documents if d[name] not in (None, {})), None)

@@ -8,9 +8,11 @@ from typing import Any
 
 from ppdbench.core.errors import TableError, UsageError
 from ppdbench.core.topology import Role, Topology
+from ppdbench.runs.manifest import Manifest, refuse_to_pool
 from ppdbench.runs.points import PointKey
+from ppdbench.runs.records import TurnRecord
 from ppdbench.runs.validity import NEVER_VOTES
-from ppdbench.table.schema import CHECKED_FIELDS, SIMULATED
+from ppdbench.table.schema import SIMULATED
 
 Point = Mapping[str, Any]
 """One line of ``points.jsonl``."""
@@ -20,25 +22,21 @@ Place = tuple[str, float]
 
 @dataclass(frozen=True, slots=True)
 class RunInput:
-    """A run as the builder sees it. ``records`` gives a point's per-turn frame or ``None``."""
+    """A run as the builder sees it. ``records`` gives a point's turns, none where none are kept."""
 
     name: str
     digest: str
-    manifest: Mapping[str, Any]
+    manifest: Manifest
     points: Sequence[Point]
-    records: Callable[[PointKey], Any]
+    records: Callable[[PointKey], Sequence[TurnRecord]]
 
     @property
     def backend(self) -> str:
-        return str(self.manifest.get("backend"))
+        return self.manifest.engine.backend
 
     @property
     def simulated(self) -> bool:
         return self.backend == SIMULATED
-
-    def workload_digest(self, workload: str) -> str | None:
-        digests = self.manifest.get("workload_digests") or {}
-        return digests.get(workload)
 
 
 def key_of(point: Point) -> PointKey:
@@ -52,48 +50,20 @@ def key_of(point: Point) -> PointKey:
 
 
 def check_poolable(runs: Sequence[RunInput]) -> None:
-    """Refuse runs that differ in what must agree, naming the field.
-
-    A simulated and a live run may differ in what only one of them has: the backend, the engine
-    and its version, the connector.
+    """Refuse runs that measured different things, naming the field.
 
     Raises:
-        TableError: a run given twice, or a field that differs.
+        TableError: a run given twice.
+        RunError: a field that differs.
     """
-    for index, run in enumerate(runs):
-        for other in runs[:index]:
-            if other.digest == run.digest:
-                raise TableError(
-                    f"run {run.name} has the same points as {other.name}; give it once"
-                )
-            _check_pair(other, run)
-
-
-def _check_pair(one: RunInput, other: RunInput) -> None:
-    for name in _fields_to_check(one, other):
-        before, after = one.manifest.get(name), other.manifest.get(name)
-        if before != after:
-            raise _differs(one, other, name, before, after)
-    workloads = {p["workload"] for p in one.points} & {p["workload"] for p in other.points}
-    for workload in sorted(workloads):
-        before, after = one.workload_digest(workload), other.workload_digest(workload)
-        if before != after:
-            raise _differs(one, other, f"workload digest of {workload}", before, after)
-
-
-def _fields_to_check(one: RunInput, other: RunInput) -> tuple[str, ...]:
-    if one.simulated == other.simulated:
-        return CHECKED_FIELDS
-    return tuple(f for f in CHECKED_FIELDS if f not in ("engine", "engine_version", "connector"))
-
-
-def _differs(
-    one: RunInput, other: RunInput, name: str, before: object, after: object
-) -> TableError:
-    return TableError(
-        f"runs {one.name} and {other.name} differ in {name}: {before!r} and {after!r}; "
-        "runs that differ in it may not be pooled; build a table from each"
-    )
+    by_digest: dict[str, str] = {}
+    for run in runs:
+        if run.digest in by_digest:
+            first = by_digest[run.digest]
+            raise TableError(f"run {run.name} holds the same points as {first}; give it once")
+        by_digest[run.digest] = run.name
+    mixed = len({run.simulated for run in runs}) > 1
+    refuse_to_pool({run.name: run.manifest for run in runs}, across_backends=mixed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,11 +35,6 @@ SCHEMA_VERSION = 1
 AXES = ("context_tokens", "new_tokens", "output_tokens", "rate_per_s")
 """The axes of version 1, in order; each cell has a place on all of them."""
 UNITS = {axis: "1/s" if axis == "rate_per_s" else "tokens" for axis in AXES}
-CHECKED_FIELDS = (
-    "model", "dtype", "gpu", "engine", "engine_version", "connector", "block_size",
-    "tensor_parallel",
-)  # fmt: skip
-"""Provenance that must agree between pooled runs and between a table and a cluster."""
 SIMULATED = "sim"
 WEIGHTS = ("w_ttft", "w_tpot")
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from ppdbench.core.errors import RunError
+from ppdbench.runs.manifest import Manifest
+from ppdbench.runs.points import PointKey
+from ppdbench.runs.recording import read_records
+from ppdbench.runs.records import TurnRecord
+from ppdbench.runs.store import point_line, read_manifest, read_points
 from ppdbench.table.inputs import RunInput
 
 
@@ -18,28 +21,24 @@ def read_runs(folders: Iterable[Path]) -> list[RunInput]:
 
 
 def _read_run(folder: Path) -> RunInput:
-    manifest, points = (_read(folder / name) for name in ("manifest.json", "points.jsonl"))
-    try:
-        return RunInput(
-            name=str(folder),
-            digest="sha256:" + hashlib.sha256(points).hexdigest(),
-            manifest=json.loads(manifest),
-            points=[json.loads(line) for line in points.splitlines()],
-            records=_no_records,
-        )
-    except ValueError as error:
-        raise RunError(f"{folder} is damaged ({error}); finish it with --resume") from error
+    manifest, points = read_manifest(folder), read_points(folder)
+    return RunInput(
+        name=str(folder),
+        digest=_digest(manifest, map(point_line, points)),
+        manifest=manifest,
+        points=points,
+        records=partial(_records, folder),
+    )
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise RunError(
-            f"{path}: {error.strerror}; give a folder that ppd sweep or ppd import wrote, "
-            "finished with --resume if it was cut short"
-        ) from error
+def _digest(manifest: Manifest, lines: Iterable[bytes]) -> str:
+    """Of what was measured and with what; not of the host, the folder or the tool's commit."""
+    identity = {k: v for k, v in manifest.document().items() if k not in ("host", "commit")}
+    digest = hashlib.sha256(point_line(identity))
+    for line in lines:
+        digest.update(line)
+    return f"sha256:{digest.hexdigest()}"
 
 
-def _no_records(key: object) -> Any:  # noqa: ANN401, ARG001
-    return None
+def _records(folder: Path, key: PointKey) -> list[TurnRecord]:
+    return read_records(folder, key.slug)
