@@ -1,0 +1,149 @@
+"""One point on a real cluster, on the wall clock."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ppdbench.cluster.contract import ClusterSpec
+from ppdbench.core.conversation import Arrival
+from ppdbench.load.clock import WallClock
+from ppdbench.load.conversation import Play
+from ppdbench.load.driver import Driver
+from ppdbench.load.turns import HttpTurns, TurnSettings
+from ppdbench.policy.base import Policy
+from ppdbench.runs.points import PointOutcome
+
+BEAT_S = 0.01
+WATCH_EVERY_BEATS = 25
+CONNECTIONS_WARM = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSettings:
+    """How a live point is run.
+
+    ``users`` makes it a closed loop of that many conversations at a time. ``warm_up`` runs to its
+    end before the clock of the point starts; its records are marked. ``on_progress`` gets the
+    number of turns sent and of turns out, now and then.
+    """
+
+    turns: TurnSettings
+    users: int | None = None
+    warm_up: Sequence[Arrival] = ()
+    on_progress: Callable[[int, int], None] | None = field(default=None, compare=False)
+
+
+async def run_live_point(  # noqa: PLR0913, PLR0917  (a point is these things)
+    cluster: ClusterSpec,
+    policy: Policy,
+    arrivals: Sequence[Arrival],
+    rate_per_s: float,
+    settings: LiveSettings,
+    seed: int,
+) -> PointOutcome:
+    """Offer ``arrivals`` and wait for the last answer.
+
+    Caches are cold for the point: a salt that nobody used before goes into every request. The
+    same ``seed`` sends the same prompts. Call it inside ``asyncio.timeout`` to bound it; then the
+    turns that are out are cancelled at the engines.
+    """
+    raise_file_limit()
+    point = _LivePoint(cluster, policy, rate_per_s, settings, seed)
+    try:
+        return await point.run(arrivals)
+    finally:
+        await point.close()
+
+
+def raise_file_limit() -> None:
+    """No connection cap of ours, so no low one of the shell's either."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class _LivePoint:
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        policy: Policy,
+        rate_per_s: float,
+        settings: LiveSettings,
+        seed: int,
+    ) -> None:
+        self._settings = settings
+        self._clock = WallClock()
+        salt = f"{seed}-{secrets.token_hex(8)}"
+        self._turns = HttpTurns(cluster, self._clock, settings.turns, salt=salt, seed=seed)
+        self._play = Play(
+            cluster.topology,
+            policy,
+            rate_per_s,
+            running=self._turns.running,
+            outstanding=self._turns.outstanding,
+        )
+        self._beats = 0
+        self._loop_lags_s: list[float] = []
+
+    async def run(self, arrivals: Sequence[Arrival]) -> PointOutcome:
+        await self._turns.warm(CONNECTIONS_WARM)
+        if self._settings.warm_up:
+            await self._offer(self._settings.warm_up, warm_up=True)
+        self._clock.restart()
+        self._turns.send_lags_s.clear()
+        self._loop_lags_s.clear()
+        await self._offer(arrivals, warm_up=False)
+        wall_s = self._clock.now_s
+        return PointOutcome(self._play.records, self._facts(arrivals), {"wall_s": wall_s})
+
+    async def close(self) -> None:
+        await self._turns.close()
+        self._clock.close()
+
+    async def _offer(self, arrivals: Sequence[Arrival], *, warm_up: bool) -> None:
+        ended = asyncio.Event()
+        driver = Driver(self._clock, self._turns, self._play, warm_up=warm_up, on_idle=ended.set)
+        driver.start(arrivals, self._settings.users)
+        beats = asyncio.get_running_loop().create_task(self._beat())
+        try:
+            await ended.wait()
+        finally:
+            beats.cancel()
+
+    async def _beat(self) -> None:
+        """Sample how late this loop runs, look after deadlines, tell progress."""
+        while True:
+            due_s = self._clock.now_s + BEAT_S
+            woken = asyncio.Event()
+            self._clock.at(due_s, lambda event: event.set(), woken)
+            await woken.wait()
+            self._loop_lags_s.append(self._clock.now_s - due_s)
+            self._beats += 1
+            if self._beats % WATCH_EVERY_BEATS == 0:
+                self._turns.watch()
+                if self._settings.on_progress is not None:
+                    self._settings.on_progress(len(self._play.records), self._turns.turns_out)
+
+    def _facts(self, arrivals: Sequence[Arrival]) -> dict[str, Any]:
+        instants = [arrival.at_s for arrival in arrivals]
+        counted = [r for r in self._play.records if not r.warm_up]
+        recomputed = [r.recomputed_tokens for r in counted if r.recomputed_tokens is not None]
+        return {
+            "send_lag_p99_s": _p99(self._turns.send_lags_s),
+            "loop_lag_p99_s": _p99(self._loop_lags_s),
+            "path_proven": None,
+            "bytes_moved": None,
+            "recomputed_tokens": sum(recomputed) if recomputed else None,
+            "window_s": max(instants) - min(instants) if instants else 0.0,
+        }
+
+
+def _p99(values: Sequence[float]) -> float | None:
+    return float(np.percentile(values, 99)) if values else None

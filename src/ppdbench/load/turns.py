@@ -1,0 +1,389 @@
+"""Turns over HTTP: the routes of one turn, executed and recorded.
+
+Everything is callbacks on one event loop; no task and no timer per turn. Deadlines are looked at
+by :meth:`HttpTurns.watch`, which the driver calls now and then.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import orjson
+
+from ppdbench.cluster import nixl
+from ppdbench.cluster.contract import ClusterSpec, Node
+from ppdbench.core.decision import Route
+from ppdbench.core.errors import EngineError
+from ppdbench.http.client import Exchange, Pool
+from ppdbench.http.errors import CancelledExchangeError, ConnectError, HttpError
+from ppdbench.http.messages import Head, Headers, Origin, Request
+from ppdbench.http.reply import Reply
+from ppdbench.load.clock import WallClock
+from ppdbench.load.conversation import Dialogue
+from ppdbench.load.driver import Done
+from ppdbench.load.history import History, history_for
+from ppdbench.runs.records import Outcome, TurnRecord
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSettings:
+    """How turns are asked for.
+
+    ``exact_lengths`` asks for as many tokens as planned, end-of-text or not (``ignore_eos`` and
+    ``min_tokens``). ``vocabulary`` bounds ids drawn for workloads without content. ``extra`` goes
+    into every body.
+    """
+
+    model: str
+    first_byte_timeout_s: float = 120.0
+    turn_timeout_s: float = 600.0
+    exact_lengths: bool = True
+    vocabulary: int = 4000
+    keep_token_instants: bool = True
+    extra: Mapping[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What the client keeps of a conversation between its turns."""
+
+    history: History
+    held: nixl.HeldKv | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    origin: Origin
+    headers: Headers
+    pool: Pool
+
+
+class HttpTurns:
+    """A :class:`~ppdbench.load.driver.TurnServer` over a cluster's nodes.
+
+    ``salt`` keeps this point's KV apart from everything that was cached before. ``seed`` draws
+    the content of workloads that have none.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        clock: WallClock,
+        settings: TurnSettings,
+        *,
+        salt: str,
+        seed: int,
+    ) -> None:
+        self.settings = settings
+        self.clock = clock
+        self._salt = salt
+        self._seed = seed
+        self._pools: dict[str | None, Pool] = {}
+        self._addresses = {node.name: self._address(node) for node in cluster.nodes}
+        self._memories: dict[str, _Memory] = {}
+        self._running: Counter[str] = Counter()
+        self._outstanding: Counter[str] = Counter()
+        self._flights: set[_Flight] = set()
+        self.send_lags_s: list[float] = []
+
+    def __repr__(self) -> str:
+        return f"<HttpTurns {len(self._flights)} turns out, {len(self._memories)} conversations>"
+
+    @property
+    def turns_out(self) -> int:
+        return len(self._flights)
+
+    def running(self, node: str) -> int | None:
+        return self._running[node]
+
+    def outstanding(self, node: str) -> float:
+        return self._outstanding[node]
+
+    async def warm(self, connections: int) -> None:
+        """Open connections to every node, so that Turn 1 pays for none."""
+        for address in self._addresses.values():
+            await address.pool.warm(address.origin, connections)
+
+    async def close(self) -> None:
+        for flight in tuple(self._flights):
+            flight.give_up(Outcome.CANCELLED, "the point was stopped")
+        for pool in self._pools.values():
+            await pool.close()
+
+    def watch(self) -> None:
+        """End the turns that are over their time."""
+        now_s = self.clock.now_s
+        for flight in tuple(self._flights):
+            flight.check_time(now_s)
+
+    # TurnServer
+
+    def serve(self, dialogue: Dialogue, record: TurnRecord, done: Done) -> None:
+        self.send_lags_s.append(record.sent_at_s - record.scheduled_at_s)
+        memory = self._memories.get(record.conversation)
+        if memory is None:
+            history = history_for(dialogue.conversation, self._seed, self.settings.vocabulary)
+            memory = self._memories[record.conversation] = _Memory(history)
+        flight = _Flight(self, dialogue, record, memory, done)
+        self._flights.add(flight)
+        self._running[record.node] += 1
+        flight.launch()
+
+    # for flights
+
+    def body(self, memory: _Memory, dialogue: Dialogue, record: TurnRecord) -> dict[str, Any]:
+        """The client's request, before any hand-off fields."""
+        body = {
+            "model": self.settings.model,
+            **memory.history.ask(record.turn, dialogue.plan),
+            "max_tokens": record.wanted_output_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "cache_salt": self._salt,
+        }
+        if self.settings.exact_lengths:
+            body |= {"min_tokens": record.wanted_output_tokens, "ignore_eos": True}
+        if self.settings.extra:
+            body |= self.settings.extra
+        return body
+
+    def post(self, node: str, path: str, body: Mapping[str, Any], flight: _Flight) -> Exchange:
+        address = self._addresses[node]
+        name = f"{flight.record.conversation}/{flight.record.turn}"
+        headers = (*address.headers, (b"x-ppd-turn", quote(name).encode()))
+        return address.pool.start(address.origin, Request.json(path, body, headers), flight)
+
+    def prefilling(self, node: str, tokens: int) -> None:
+        self._outstanding[node] += tokens
+
+    def landed(self, flight: _Flight) -> None:
+        """Book a finished flight out and drop what no later turn needs."""
+        self._flights.discard(flight)
+        record = flight.record
+        self._running[record.node] -= 1
+        if not record.ok or record.turn == len(flight.dialogue.conversation.turns):
+            self._memories.pop(record.conversation, None)
+
+    def _address(self, node: Node) -> _Address:
+        headers = tuple(
+            (name.lower().encode(), value.encode()) for name, value in node.headers().items()
+        )
+        pool = self._pools.get(node.ca_file)
+        if pool is None:
+            tls = ssl.create_default_context(cafile=node.ca_file) if node.ca_file else None
+            pool = self._pools[node.ca_file] = Pool(tls=tls)
+        return _Address(Origin.parse(node.url), headers, pool)
+
+
+class _Flight:
+    """One turn on its way: P first if its route says so, then the home. A sink of both answers."""
+
+    __slots__ = ("_body", "_done", "_error_body", "_exchange", "_head", "_memory", "_prefill_body",
+                 "_prefilled", "_prefilling", "_prompt_tokens", "_reply", "_turns", "dialogue",
+                 "record")  # fmt: skip
+
+    def __init__(
+        self,
+        turns: HttpTurns,
+        dialogue: Dialogue,
+        record: TurnRecord,
+        memory: _Memory,
+        done: Done,
+    ) -> None:
+        self.dialogue = dialogue
+        self.record = record
+        self._turns = turns
+        self._memory = memory
+        self._done = done
+        self._body: dict[str, Any] = {}
+        self._head: Head | None = None
+        self._error_body = b""
+        self._prefilling = False
+        self._prefill_body = b""
+        self._prefilled: nixl.Prefilled | None = None
+        self._prompt_tokens = record.context_tokens + record.new_tokens
+        self._reply = Reply()
+        self._exchange: Exchange | None = None
+
+    def launch(self) -> None:
+        self._body = self._turns.body(self._memory, self.dialogue, self.record)
+        if self.record.prefill_node is not None:
+            self._ask_prefill(self.record.prefill_node)
+        else:
+            self._ask_home(nixl.local_body(self._body))
+        self._note_sent()
+
+    def check_time(self, now_s: float) -> None:
+        settings, waited_s = self._turns.settings, now_s - self.record.sent_at_s
+        if waited_s > settings.turn_timeout_s:
+            self.give_up(Outcome.TIMEOUT, f"not finished after {waited_s:.1f} s")
+        elif waited_s > settings.first_byte_timeout_s and self._head is None:
+            self.give_up(Outcome.NO_FIRST_BYTE, f"no answer after {waited_s:.1f} s")
+
+    def give_up(self, outcome: Outcome, error: str) -> None:
+        """Close the connection, so that the engine stops, and record why."""
+        exchange, self._exchange = self._exchange, None
+        self._land(outcome, error)
+        if exchange is not None:
+            exchange.cancel()
+
+    # Sink
+
+    def on_head(self, head: Head, at_s: float) -> None:  # noqa: ARG002
+        self._head = head
+        if self._prefilled is None:
+            self._note_sent()
+
+    def on_body(self, data: bytes, at_s: float) -> None:
+        assert self._head is not None
+        if self._head.status != 200:
+            self._error_body += data
+        elif self._prefilling:
+            self._prefill_body += data
+        else:
+            self._reply.feed(data, at_s)
+
+    def on_end(self, at_s: float) -> None:  # noqa: ARG002
+        assert self._head is not None
+        if self._head.status != 200:
+            self._land(Outcome.UPSTREAM_STATUS, self._status_text())
+        elif self._prefilling:
+            self._end_prefill()
+        else:
+            self._end_reply()
+
+    def on_failure(self, error: HttpError, at_s: float) -> None:  # noqa: ARG002
+        if isinstance(error, CancelledExchangeError):
+            return
+        if isinstance(error, ConnectError):
+            outcome = Outcome.REFUSED
+        else:
+            outcome = Outcome.BROKEN_STREAM if error.got_bytes else Outcome.NO_FIRST_BYTE
+        self._land(outcome, str(error))
+
+    # stages
+
+    def _note_sent(self) -> None:
+        """The first request's instant; on a new connection it comes after the connecting."""
+        if self._exchange is not None and self._exchange.sent_at_s is not None:
+            self.record.sent_at_s = self._on_clock(self._exchange.sent_at_s)
+
+    def _ask_prefill(self, node: str) -> None:
+        self._prefilling = True
+        self._turns.prefilling(node, self._prompt_tokens)
+        pull_from = self._pull_source()
+        body = nixl.prefill_body(self._body, pull_from)
+        self._exchange = self._turns.post(node, self._memory.history.path, body, self)
+
+    def _pull_source(self) -> nixl.HeldKv | None:
+        """The KV to pull, if that is the route and safe; else the turn is a plain remote one."""
+        if self.record.route is not Route.PULL:
+            return None
+        refusal = nixl.pull_refusal(self._memory.held, self._memory.history.ids)
+        if refusal is None:
+            return self._memory.held
+        self.record.route, self.record.reason = Route.REMOTE, f"pull refused: {refusal}"
+        return None
+
+    def _end_prefill(self) -> None:
+        self._leave_prefill()
+        try:
+            prefilled = nixl.read_prefilled(orjson.loads(self._prefill_body))
+        except (EngineError, ValueError) as error:
+            self._land(Outcome.UPSTREAM_STATUS, str(error))
+            return
+        self._prefilled = prefilled
+        self._prefill_body = b""
+        self._head = None
+        self._ask_home(nixl.decode_body(self._body, prefilled))
+
+    def _leave_prefill(self) -> None:
+        if self._prefilling:
+            self._prefilling = False
+            assert self.record.prefill_node is not None
+            self._turns.prefilling(self.record.prefill_node, -self._prompt_tokens)
+
+    def _ask_home(self, body: Mapping[str, Any]) -> None:
+        path = self._memory.history.path
+        self._exchange = self._turns.post(self.record.node, path, body, self)
+        self._body = {}
+
+    def _end_reply(self) -> None:
+        reply = self._reply
+        if not reply.ended:
+            self._land(Outcome.BROKEN_STREAM, reply.error or "the stream ended without [DONE]")
+            return
+        record = self.record
+        wrong = self._turns.settings.exact_lengths and (
+            reply.output_tokens != record.wanted_output_tokens
+        )
+        if wrong or reply.first_token_at_s is None:
+            text = f"{reply.output_tokens} tokens instead of {record.wanted_output_tokens}"
+            self._land(Outcome.WRONG_LENGTH, text)
+            return
+        last = record.turn == len(self.dialogue.conversation.turns)
+        unfit = "" if last else self._hear()
+        self._land(Outcome.BROKEN_STREAM if unfit else Outcome.OK, unfit)
+
+    def _hear(self) -> str:
+        """Take the reply into the history."""
+        unfit = self._memory.history.hear(self._reply)
+        ids = self._memory.history.ids
+        if ids is not None and self._reply.kv_transfer_params:
+            answer = {nixl.PARAMS: self._reply.kv_transfer_params}
+            self._memory.held = nixl.held_kv(answer, ids, ())
+        return unfit
+
+    def _land(self, outcome: Outcome, error: str) -> None:
+        self._leave_prefill()
+        self._exchange = None
+        self._fill_record(outcome, error)
+        self._turns.landed(self)
+        self._done(self.dialogue, self.record)
+
+    def _fill_record(self, outcome: Outcome, error: str) -> None:
+        record, reply = self.record, self._reply
+        record.outcome, record.error = outcome, error
+        self._fill_counts()
+        if reply.first_token_at_s is not None and reply.last_token_at_s is not None:
+            record.first_token_at_s = self._on_clock(reply.first_token_at_s)
+            record.finished_at_s = self._on_clock(reply.last_token_at_s)
+        else:
+            record.finished_at_s = self._turns.clock.now_s
+        if self._turns.settings.keep_token_instants and record.ok:
+            start_s = self._turns.clock.start_s
+            record.token_at_s = [at_s - start_s for at_s in reply.exact_token_at_s]
+
+    def _fill_counts(self) -> None:
+        """A turn through P has P's cache hits: what D found after the hand-off says nothing."""
+        record, reply = self.record, self._reply
+        record.prompt_tokens = reply.prompt_tokens
+        record.cached_tokens = reply.cached_tokens
+        if self._prefilled is not None:
+            record.cached_tokens = self._prefilled.cached_tokens
+        if reply.first_token_at_s is not None:
+            record.output_tokens = reply.output_tokens
+            record.counts_estimated = reply.counts_estimated
+        effective = record.effective_new_tokens
+        if effective is not None:
+            record.recomputed_tokens = max(0, effective - record.new_tokens)
+
+    def _status_text(self) -> str:
+        assert self._head is not None
+        try:
+            document = orjson.loads(self._error_body)
+            message = document.get("error", document)
+            message = message.get("message", message) if isinstance(message, dict) else message
+        except (ValueError, AttributeError):
+            message = self._error_body[:200].decode(errors="replace")
+        where = self.record.prefill_node if self._prefilling else self.record.node
+        return f"{where} answered {self._head.status}: {message}"
+
+    def _on_clock(self, monotonic_s: float) -> float:
+        return monotonic_s - self._turns.clock.start_s

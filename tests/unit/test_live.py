@@ -1,0 +1,247 @@
+"""A live point against FakeEngines: routes, histories, times, failures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from ppdbench.cluster.contract import ClusterSpec, Node
+from ppdbench.core.conversation import Arrival, Conversation, Turn
+from ppdbench.core.decision import Route
+from ppdbench.core.topology import Role
+from ppdbench.load.live import LiveSettings, run_live_point
+from ppdbench.load.turns import TurnSettings
+from ppdbench.policy.parse import parse_policy
+from ppdbench.runs.records import Outcome
+from ppdbench.testing import FakeEngine, Fault, FaultKind, ScriptedCluster, Service, every
+
+
+def settings(users=None, warm_up=(), **turns):
+    return LiveSettings(TurnSettings("fake", **turns), users=users, warm_up=warm_up)
+
+
+def talks(count, turns=3, new=40, out=8, gap_s=0.002, **more):
+    plan = (Turn(new, out), *(Turn(new, out, think_s=0.001) for _ in range(turns - 1)))
+    return [Arrival(i * gap_s, Conversation(f"c{i}", plan, **more)) for i in range(count)]
+
+
+async def play(cluster, policy, arrivals, live=None, seed=1):
+    spec = cluster if isinstance(cluster, ClusterSpec) else cluster.spec
+    live = live or settings()
+    return await run_live_point(spec, parse_policy(policy), arrivals, 10.0, live, seed)
+
+
+@pytest.mark.parametrize(
+    ("topology", "policy", "later"),
+    [
+        ("1P_1D", "remote", Route.REMOTE),
+        ("1P_1D", "local", Route.LOCAL),
+        ("1P_1pD", "roles", Route.LOCAL),
+        ("2R", "roles", Route.REPLICA),
+    ],
+)
+async def test_turns_take_the_route_the_policy_says(topology, policy, later):
+    """Every turn succeeds, Turn 1 goes through P unless the home is an R, counts are whole."""
+    async with ScriptedCluster(topology) as cluster:
+        outcome = await play(cluster, policy, talks(4))
+
+    records = outcome.records
+    assert [r.error for r in records if not r.ok] == []
+    assert Counter((r.turn > 1, r.route) for r in records) == Counter(
+        {(False, Route.REPLICA if later is Route.REPLICA else Route.REMOTE): 4, (True, later): 8}
+    )
+    assert {(r.turn, r.context_tokens, r.prompt_tokens) for r in records} == {
+        (1, 0, 40), (2, 48, 88), (3, 96, 136)
+    }  # fmt: skip
+
+
+async def test_instants_are_in_order_and_per_token():
+    """Scheduled ≤ sent ≤ first token ≤ last token, and eight tokens have eight instants."""
+    async with ScriptedCluster("1P_1D") as cluster:
+        outcome = await play(cluster, "remote", talks(4))
+
+    for r in outcome.records:
+        assert 0 <= r.scheduled_at_s <= r.sent_at_s <= r.first_token_at_s <= r.finished_at_s
+        assert len(r.token_at_s) == 8
+        assert (r.token_at_s[0], r.token_at_s[-1]) == (r.first_token_at_s, r.finished_at_s)
+
+
+async def test_the_history_holds_the_models_own_reply():
+    """A local turn finds the whole history but a partial block in the D's cache."""
+    async with ScriptedCluster("1P_1D") as cluster:
+        outcome = await play(cluster, "local", talks(3))
+
+    assert [(r.turn, r.cached_tokens) for r in outcome.records if r.conversation == "c1"] == [
+        (1, 0), (2, 32), (3, 80)
+    ]  # fmt: skip
+    assert {r.effective_new_tokens for r in outcome.records if r.turn == 2} == {56}
+
+
+async def test_a_remote_turn_has_the_prefill_nodes_cache_hits():
+    """P never saw the reply, so it hits less than D; D's own figure would be the whole prompt."""
+    async with ScriptedCluster("1P_1D") as cluster:
+        outcome = await play(cluster, "remote", talks(1))
+
+    assert [r.cached_tokens for r in outcome.records] == [0, 32, 80]
+
+
+async def test_caches_are_cold_at_every_point():
+    """The same prompts on the same engines find nothing at the second point's Turn 1."""
+    async with ScriptedCluster("1P_1D") as cluster:
+        points = [await play(cluster, "local", talks(3)) for _ in range(2)]
+
+    assert all(r.cached_tokens == 0 for p in points for r in p.records if r.turn == 1)
+
+
+async def test_equal_seeds_send_equal_prompts_by_every_route():
+    """Paired comparison: what the engines replied is a function of the prompt, and is equal."""
+    replies = []
+    for policy in ("remote", "local"):
+        async with ScriptedCluster("1P_1D") as cluster:
+            await play(cluster, policy, talks(3))
+            replies.append(sorted(s.token_ids for s in cluster.engines["d0"].served))
+
+    assert replies[0] == replies[1]
+
+
+async def test_text_conversations_go_as_chat_with_the_real_reply():
+    """The history a chat sends is what the model said; nothing of it was drawn."""
+    plan = (Turn(2, 8, text="hello there"), Turn(1, 8, text="more"))
+    talk = Conversation("c", plan, context_tokens=2, context_text="be brief")
+    async with ScriptedCluster("1P_1D") as cluster:
+        outcome = await play(cluster, "local", [Arrival(0.0, talk)])
+
+    assert [r.ok for r in outcome.records] == [True, True]
+    assert [r.prompt_tokens for r in outcome.records] == [9, 22]
+
+
+async def test_the_next_turn_waits_for_the_last_token_and_the_pause():
+    """Think time counts from the end of the reply, and the schedule says so exactly."""
+    async with ScriptedCluster("1R") as cluster:
+        plan = (Turn(5, 3), Turn(5, 3, think_s=0.05))
+        outcome = await play(cluster, "roles", [Arrival(0.01, Conversation("c", plan))])
+
+    first, second = outcome.records
+    assert first.scheduled_at_s == 0.01
+    assert second.scheduled_at_s == first.finished_at_s + 0.05
+
+
+async def test_a_closed_loop_holds_its_number_of_users():
+    """Never more than three conversations at a time, and all are served."""
+    async with ScriptedCluster("1R", lambda _: FakeEngine(service=Service(0.005))) as cluster:
+        outcome = await play(cluster, "roles", talks(10, turns=2, gap_s=0), settings(users=3))
+
+    begins = {r.conversation: r.scheduled_at_s for r in outcome.records if r.turn == 1}
+    ends = {r.conversation: r.finished_at_s for r in outcome.records if r.turn == 2}
+    assert len(ends) == 10
+    for at in begins.values():
+        assert sum(begins[c] <= at < ends[c] for c in ends) <= 3
+
+
+async def test_warm_up_is_marked_and_apart():
+    """Its records never count, and the point's clock starts after it."""
+    warm = [Arrival(0.0, Conversation("w", (Turn(4, 2),)))]
+    async with ScriptedCluster("1R") as cluster:
+        outcome = await play(cluster, "roles", talks(2, turns=1), settings(warm_up=warm))
+
+    assert [(r.conversation, r.warm_up) for r in outcome.records] == [
+        ("w", True), ("c0", False), ("c1", False)
+    ]  # fmt: skip
+    assert outcome.records[1].scheduled_at_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome", "words"),
+    [
+        (Fault(FaultKind.STATUS, status=503), Outcome.UPSTREAM_STATUS, "503: scripted failure"),
+        (Fault(FaultKind.CLOSE), Outcome.NO_FIRST_BYTE, "without an answer"),
+        (Fault(FaultKind.HANG), Outcome.NO_FIRST_BYTE, "no answer after"),
+        (Fault(FaultKind.BREAK, after_tokens=3), Outcome.BROKEN_STREAM, "in the middle"),
+        (Fault(FaultKind.END_SILENTLY, after_tokens=3), Outcome.BROKEN_STREAM, "without [DONE]"),
+        (Fault(FaultKind.ERROR_EVENT, after_tokens=3), Outcome.BROKEN_STREAM, "scripted failure"),
+        (Fault(FaultKind.STOP_SHORT, after_tokens=3), Outcome.WRONG_LENGTH, "3 tokens instead"),
+        (Fault(FaultKind.STOP_SHORT, after_tokens=0), Outcome.WRONG_LENGTH, "0 tokens instead"),
+    ],
+    ids=str,
+)
+async def test_each_failure_has_its_cause_and_ends_its_conversation_alone(fault, outcome, words):
+    """The failing conversation stops; the others never notice."""
+    faults = every(1000, fault)
+    async with ScriptedCluster("1R", lambda _: FakeEngine(faults=faults)) as cluster:
+        live = settings(first_byte_timeout_s=0.2)
+        result = await play(cluster, "roles", talks(3, turns=2, gap_s=0.1), live)
+
+    failed = [r for r in result.records if not r.ok]
+    assert [r.outcome for r in failed] == [outcome]
+    assert words in failed[0].error
+    assert failed[0].ttft_s is None
+    assert len(result.records) == 5
+
+
+async def test_a_turn_over_its_time_is_cancelled_at_the_engine():
+    """A stream that never ends costs no more than the limit, and the engine is told."""
+    slow = Service(0.0, 10.0)
+    async with ScriptedCluster("1R", lambda _: FakeEngine(service=slow)) as cluster:
+        live = settings(turn_timeout_s=0.3)
+        result = await play(cluster, "roles", talks(1, turns=1), live)
+        await asyncio.sleep(0.05)
+        assert cluster.engines["r0"].cancelled == 1
+
+    assert result.records[0].outcome is Outcome.TIMEOUT
+
+
+async def test_nobody_listening_is_an_error_before_the_point():
+    """A cluster that is not there at the start is one sentence, not a point of failed turns."""
+    async with FakeEngine() as engine:
+        spec = ClusterSpec((Node("r0", Role.R, engine.url),))
+        live = settings(warm_up=())
+    with pytest.raises(Exception, match="is the server running"):
+        await play(spec, "roles", talks(2), live)
+
+
+async def test_a_node_that_dies_during_the_point_refuses_what_comes_later():
+    """Turns after the death are recorded as refused or broken, with the node's address."""
+    async with ScriptedCluster("1R") as cluster:
+        engine = cluster.engines["r0"]
+        point = asyncio.create_task(play(cluster, "roles", talks(40, turns=1, gap_s=0.01)))
+        while len(engine.served) < 5:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await engine.close()
+        result = await point
+
+    outcomes = Counter(r.outcome for r in result.records)
+    assert len(result.records) == 40
+    assert outcomes[Outcome.OK] >= 5
+    assert outcomes[Outcome.REFUSED] > 0
+
+
+async def test_a_point_that_is_stopped_cancels_what_is_out():
+    """A timeout around the point leaves no request running at the engines."""
+    async with ScriptedCluster("1R", lambda _: FakeEngine(service=Service(60.0))) as cluster:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await play(cluster, "roles", talks(5, turns=1))
+        await asyncio.sleep(0.05)
+
+        assert cluster.engines["r0"].cancelled == 5
+
+
+async def test_pull_without_an_offer_is_a_remote_turn_that_says_so():
+    """A stream offers no KV, so nothing is pulled and the record does not claim it."""
+    async with ScriptedCluster("1P_1D") as cluster:
+        outcome = await play(cluster, "pull", talks(1))
+
+    assert [r.reason for r in outcome.records[1:]] == ["pull refused: no_kv_offered"] * 2
+    assert {r.route for r in outcome.records} == {Route.REMOTE}
+
+
+async def test_lags_are_measured():
+    """Send lag and loop lag are there and are not negative."""
+    async with ScriptedCluster("1R") as cluster:
+        facts = (await play(cluster, "roles", talks(20, turns=1))).facts
+
+    assert facts["send_lag_p99_s"] >= 0
+    assert facts["loop_lag_p99_s"] >= 0
+    assert facts["window_s"] == pytest.approx(19 * 0.002)
