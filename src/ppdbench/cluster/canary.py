@@ -1,0 +1,236 @@
+"""Small greedy requests through every route of a live cluster, before and after it is measured.
+
+Each canary is a two-turn conversation in token ids. Whatever the route, the second answer must be
+the one that a single node computes from nothing (a fresh ``cache_salt``): wrong KV comes with
+HTTP 200 and shows only here.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ppdbench.cluster import control, nixl
+from ppdbench.cluster.contract import ClusterSpec, Node
+from ppdbench.core.decision import Route
+from ppdbench.core.errors import EngineError
+from ppdbench.core.topology import Role
+
+HAND_OFF_LIMIT_S = 10.0
+_REQUEST_LIMIT_S = 60.0
+_PREFLIGHT_ATTEMPTS = 4
+_TOKEN_RANGE = (10, 1000)
+"""Ids that every real vocabulary has as ordinary tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finished canary turn. ``held`` is D's offer for a later pull, if it made one."""
+
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    cached_tokens: int | None
+    prefill_cached_tokens: int | None
+    held: nixl.HeldKv | None
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A way to serve a turn: ``node`` answers, ``prefill`` computes first where there is one."""
+
+    route: Route
+    node: Node
+    prefill: Node | None = None
+
+    def __str__(self) -> str:
+        return f"{self.route} {f'{self.prefill.name}→' if self.prefill else ''}{self.node.name}"
+
+
+class Prober:
+    """Asks a cluster canary turns. ``model`` is the served name; prompts come from ``seed``."""
+
+    def __init__(self, model: str, seed: int = 0) -> None:
+        self._model = model
+        self._random = random.Random(seed)
+
+    def __repr__(self) -> str:
+        return f"<Prober of {self._model}>"
+
+    def tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self._random.randrange(*_TOKEN_RANGE) for _ in range(count))
+
+    def ask(
+        self,
+        path: Path,
+        prompt_ids: Sequence[int],
+        output_tokens: int,
+        *,
+        pull_from: nixl.HeldKv | None = None,
+        cold: bool = False,
+    ) -> Answer:
+        """One turn over ``path``; ``cold`` keeps it out of every prefix cache.
+
+        Raises:
+            EngineError: a node refused or did not answer.
+        """
+        begun = time.monotonic()
+        body = self._body(prompt_ids, output_tokens, cold=cold)
+        sent, prefilled = self._through_prefill(path, body, pull_from)
+        answer = control.post(path.node, "/v1/completions", sent, _REQUEST_LIMIT_S)
+        output_ids = tuple(answer["choices"][0]["token_ids"])
+        return Answer(
+            tuple(prompt_ids),
+            output_ids,
+            nixl.cached_tokens(answer.get("usage") or {}),
+            prefilled.cached_tokens if prefilled else None,
+            nixl.held_kv(answer, prompt_ids, output_ids),
+            time.monotonic() - begun,
+        )
+
+    def _through_prefill(
+        self, path: Path, body: dict[str, Any], pull_from: nixl.HeldKv | None
+    ) -> tuple[dict[str, Any], nixl.Prefilled | None]:
+        if path.prefill is None:
+            return nixl.local_body(body), None
+        asked = nixl.prefill_body(body, pull_from)
+        prefilled = nixl.read_prefilled(
+            control.post(path.prefill, "/v1/completions", asked, _REQUEST_LIMIT_S)
+        )
+        return nixl.decode_body(body, prefilled), prefilled
+
+    def _body(self, prompt_ids: Sequence[int], output_tokens: int, *, cold: bool) -> dict[str, Any]:
+        body = {
+            "model": self._model,
+            "prompt": list(prompt_ids),
+            "max_tokens": output_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        return body | {"cache_salt": uuid.uuid4().hex} if cold else body
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryPlan:
+    """Sizes of a canary. The first ``agree_tokens`` greedy tokens must be equal.
+
+    On CPU all of them: its kernels give equal bits. On GPUs kernels may differ with the shape of
+    a batch, so a long greedy answer may part late; wrong KV parts at once.
+    """
+
+    prompt_tokens: int = 200
+    new_tokens: int = 20
+    output_tokens: int = 12
+    agree_tokens: int = 12
+
+
+def paths_of(cluster: ClusterSpec, *, pull: bool) -> list[Path]:
+    """Every way a later turn can go: each P to each D, each D alone, each R."""
+    prefill = [node for node in cluster.nodes if node.role is Role.P]
+    paths = []
+    for home in (node for node in cluster.nodes if node.role.decodes):
+        if home.role is Role.R:
+            paths.append(Path(Route.REPLICA, home))
+            continue
+        routes = (Route.REMOTE, Route.PULL) if pull else (Route.REMOTE,)
+        paths += [Path(route, home, p) for p in prefill for route in routes]
+        paths.append(Path(Route.LOCAL, home))
+    return paths
+
+
+def check_canaries(
+    cluster: ClusterSpec, model: str, *, pull: bool = False, plan: CanaryPlan | None = None
+) -> list[str]:
+    """What is wrong with the cluster, path by path; empty when every route computes the same.
+
+    Raises:
+        EngineError: a node does not answer at all.
+    """
+    prober = Prober(model, seed=random.SystemRandom().randrange(2**32))
+    return [
+        problem
+        for path in paths_of(cluster, pull=pull)
+        for problem in _check_path(prober, path, cluster, plan or CanaryPlan())
+    ]
+
+
+def _check_path(
+    prober: Prober, path: Path, cluster: ClusterSpec, plan: CanaryPlan
+) -> Iterator[str]:
+    first = _first_turn(prober, path, cluster, plan)
+    prompt = (*first.prompt_ids, *first.output_ids, *prober.tokens(plan.new_tokens))
+    refusal = nixl.pull_refusal(first.held, prompt) if path.route is Route.PULL else None
+    if refusal is not None:
+        yield f"{path}: D's KV cannot be pulled ({refusal}); start D with bidirectional_kv_xfer"
+        return
+    pull_from = first.held if path.route is Route.PULL else None
+    warm = prober.ask(path, prompt, plan.output_tokens, pull_from=pull_from)
+    alone = prober.ask(Path(Route.LOCAL, path.node), prompt, plan.output_tokens, cold=True)
+    yield from differences(path, warm.output_ids, alone.output_ids, plan.agree_tokens)
+
+
+def _first_turn(prober: Prober, path: Path, cluster: ClusterSpec, plan: CanaryPlan) -> Answer:
+    """Turn 1 as a sweep sends it: over a P where there is one."""
+    prefill = path.prefill or next((n for n in cluster.nodes if n.role is Role.P), None)
+    if path.node.role is Role.R:
+        prefill = None
+    before = Path(Route.REMOTE if prefill else path.route, path.node, prefill)
+    return prober.ask(before, prober.tokens(plan.prompt_tokens), plan.output_tokens)
+
+
+def differences(
+    path: Path, got: Sequence[int], wanted: Sequence[int], agree_tokens: int
+) -> Iterator[str]:
+    """A sentence when ``got`` leaves ``wanted`` within the first ``agree_tokens``."""
+    for position, (one, other) in enumerate(zip(got, wanted, strict=False)):
+        if position < agree_tokens and one != other:
+            yield (
+                f"{path}: greedy token {position + 1} is {one}, a node alone computes {other}; "
+                "the KV that was used is not this conversation's"
+            )
+            return
+    if min(len(got), len(wanted)) < agree_tokens:
+        yield f"{path}: {len(got)} and {len(wanted)} tokens came, {agree_tokens} were to agree"
+
+
+def preflight(cluster: ClusterSpec, model: str, limit_s: float = HAND_OFF_LIMIT_S) -> None:
+    """A tiny request from every P to every D and its repetition, each within ``limit_s``.
+
+    The first makes the two nodes shake hands, for which vLLM allows itself few seconds: on a busy
+    machine that may fail, and the next request tries anew. So a pair has four attempts, and two
+    in a row must be good. A firewall or a wrong network interface fails all of them.
+
+    Raises:
+        EngineError: a pair does not get there.
+    """
+    prober = Prober(model, seed=random.SystemRandom().randrange(2**32))
+    for path in paths_of(cluster, pull=False):
+        if path.route is Route.REMOTE:
+            _preflight_path(prober, path, limit_s)
+
+
+def _preflight_path(prober: Prober, path: Path, limit_s: float) -> None:
+    good, trouble = 0, ""
+    for _ in range(_PREFLIGHT_ATTEMPTS):
+        problem = _hand_off_problem(prober, path, limit_s)
+        good, trouble = (good + 1, trouble) if problem is None else (0, problem)
+        if good == 2:
+            return
+    raise EngineError(
+        f"preflight {path}: {trouble}; two hand-offs in a row within {limit_s:g} s are needed. "
+        "Check the network between the two nodes (UCX_NET_DEVICES, VLLM_NIXL_SIDE_CHANNEL_HOST, "
+        "a firewall), their logs and the machine's load"
+    )
+
+
+def _hand_off_problem(prober: Prober, path: Path, limit_s: float) -> str | None:
+    try:
+        elapsed_s = prober.ask(path, prober.tokens(32), 2).elapsed_s
+    except EngineError as error:
+        return str(error)
+    return None if elapsed_s <= limit_s else f"a hand-off took {elapsed_s:.1f} s"

@@ -1,0 +1,228 @@
+"""The command and environment of every vLLM node of a topology. Pure: nothing is started here."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ppdbench.core.errors import UsageError
+from ppdbench.core.topology import NodeSpec, Role, Topology
+
+HOST = "127.0.0.1"
+MIN_VERSION = (0, 21)
+EXPLICIT_ROLES_VERSION = (0, 23)
+"""Before it every NIXL node is ``kv_both``; since then that is deprecated for P and D roles."""
+
+
+class Device(StrEnum):
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What a user chose for all nodes.
+
+    ``python`` runs vLLM. ``version`` is vLLM's ``(major, minor)``. ``gpus`` are device ids; one
+    named n times is shared by n nodes. ``pull`` lets P read D's KV, at a price: every D then pins
+    the KV of each finished remote turn for ``held_kv_s``. ``lease_s`` is how long P keeps blocks
+    that no D has read.
+    """
+
+    model: str
+    served_model_name: str
+    python: str
+    version: tuple[int, int]
+    device: Device = Device.CUDA
+    gpus: tuple[str, ...] = ()
+    tensor_parallel: Mapping[Role, int] = field(default_factory=dict)
+    dtype: str = "bfloat16"
+    connector: str = "nixl"
+    dummy_weights: bool = False
+    max_model_len: int | None = None
+    cpu_kv_cache_gib: float = 1.0
+    pull: bool = False
+    held_kv_s: int = 120
+    lease_s: int = 30
+    engine_args: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class NodePorts:
+    """Ports that one node listens on: HTTP, and NIXL's handshake where it has one."""
+
+    http: int
+    nixl: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCommand:
+    """How to start one node; ``environment`` is added to the caller's own."""
+
+    spec: NodeSpec
+    url: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def as_shell(self) -> str:
+        """One line to paste into a shell."""
+        variables = [f"{key}={shlex.quote(value)}" for key, value in self.environment.items()]
+        return " ".join([*variables, shlex.join(self.argv)])
+
+
+def node_commands(
+    topology: Topology,
+    options: EngineOptions,
+    ports: Sequence[NodePorts],
+    cores: Sequence[int] = (),
+) -> tuple[NodeCommand, ...]:
+    """One command per node, in topology order. ``cores`` are bound on CPU only.
+
+    Raises:
+        UsageError: an engine version, a connector or a number of GPUs that cannot work.
+    """
+    check_supported(options)
+    placed = _placements(topology, options, cores)
+    return tuple(
+        NodeCommand(
+            spec,
+            f"http://{HOST}:{port.http}",
+            (*_base_argv(options, port), *_role_argv(spec.role, options), *where.argv,
+             *options.engine_args),
+            {
+                **_environment(spec.role, options, port),
+                **where.environment,
+                **options.environment,
+            },
+        )
+        for spec, port, where in zip(topology.nodes, ports, placed, strict=True)
+    )  # fmt: skip
+
+
+def check_supported(options: EngineOptions) -> None:
+    """Refuse what is known not to work.
+
+    Raises:
+        UsageError: naming the value, what is supported, and what to change.
+    """
+    if options.version < MIN_VERSION:
+        have, need = (".".join(map(str, v)) for v in (options.version, MIN_VERSION))
+        raise UsageError(
+            f"vLLM {have} in {options.python} is too old: {need} or newer counts prompt tokens by "
+            "source, without which no route can be proven; upgrade it or give another --vllm"
+        )
+    if options.connector != "nixl":
+        raise UsageError(
+            f"connector {options.connector!r} cannot be launched: its hand-off is not NIXL's and "
+            "vLLM ≥ 0.21 ships no P2pNccl; use --connector nixl"
+        )
+
+
+def _base_argv(options: EngineOptions, port: NodePorts) -> list[str]:
+    argv = [
+        options.python, "-m", "vllm.entrypoints.openai.api_server",
+        "--model", options.model,
+        "--served-model-name", options.served_model_name,
+        "--host", HOST, "--port", str(port.http),
+        "--dtype", options.dtype,
+        "--enable-prefix-caching", "--enable-prompt-tokens-details",
+        "--uvicorn-log-level", "warning",
+    ]  # fmt: skip
+    if options.dummy_weights:
+        argv += ["--load-format", "dummy"]
+    if options.max_model_len is not None:
+        argv += ["--max-model-len", str(options.max_model_len)]
+    if options.device is Device.CPU:
+        argv += ["--enforce-eager"]
+    return argv
+
+
+def _role_argv(role: Role, options: EngineOptions) -> list[str]:
+    if role is Role.R:
+        return []
+    config = {
+        "kv_connector": "NixlConnector",
+        "kv_role": kv_role(role, options.version),
+        "kv_buffer_device": options.device.value,
+        "kv_connector_extra_config": _connector_config(options),
+    }
+    return ["--kv-transfer-config", json.dumps(config)]
+
+
+def _connector_config(options: EngineOptions) -> dict[str, object]:
+    config: dict[str, object] = {"kv_lease_duration": options.lease_s}
+    if options.pull:
+        config |= {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": options.held_kv_s}
+    return config
+
+
+def kv_role(role: Role, version: tuple[int, int]) -> str:
+    """The connector's name for a role under this vLLM."""
+    if version < EXPLICIT_ROLES_VERSION:
+        return "kv_both"
+    return "kv_producer" if role is Role.P else "kv_consumer"
+
+
+def _environment(role: Role, options: EngineOptions, port: NodePorts) -> dict[str, str]:
+    values = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if options.model.startswith(("/", ".")):
+        values["HF_HUB_OFFLINE"] = "1"
+    if role is not Role.R:
+        values["VLLM_NIXL_SIDE_CHANNEL_HOST"] = HOST
+        values["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port.nixl)
+    if options.device is Device.CPU:
+        values["VLLM_CPU_KVCACHE_SPACE"] = f"{options.cpu_kv_cache_gib:g}"
+        values |= {"UCX_TLS": "tcp,self,sm,cma", "UCX_NET_DEVICES": "lo"}
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+def _placements(
+    topology: Topology, options: EngineOptions, cores: Sequence[int]
+) -> list[_Placement]:
+    if options.device is Device.CPU:
+        shares = core_shares(cores, len(topology.nodes))
+        return [_Placement((), {"VLLM_CPU_OMP_THREADS_BIND": share}) for share in shares]
+    return _gpu_placements([(n, options.tensor_parallel.get(n.role, 1)) for n in topology.nodes],
+                           options.gpus)  # fmt: skip
+
+
+def core_shares(cores: Sequence[int], nodes: int) -> list[str]:
+    """An equal share of whole cores per node; with fewer cores than nodes they take turns."""
+    each = max(1, len(cores) // nodes)
+    wanted = [[cores[(i * each + k) % len(cores)] for k in range(each)] for i in range(nodes)]
+    return [",".join(map(str, share)) for share in wanted]
+
+
+def _gpu_placements(
+    widths: Sequence[tuple[NodeSpec, int]], gpus: Sequence[str]
+) -> list[_Placement]:
+    needed = sum(width for _, width in widths)
+    if len(gpus) < needed:
+        raise UsageError(
+            f"{needed} GPUs are needed ({', '.join(f'{n.name}×{w}' for n, w in widths)}) and "
+            f"{len(gpus)} are given ({','.join(gpus) or 'none'}); name more with --gpus, or one "
+            "several times to share it, or use --device cpu"
+        )
+    placed, start = [], 0
+    for _, width in widths:
+        placed.append(_gpu_placement(gpus[start : start + width], gpus[:needed]))
+        start += width
+    return placed
+
+
+def _gpu_placement(own: Sequence[str], used: Sequence[str]) -> _Placement:
+    argv = [] if len(own) == 1 else ["--tensor-parallel-size", str(len(own))]
+    sharing = max(used.count(gpu) for gpu in own)
+    if sharing > 1:
+        argv += ["--gpu-memory-utilization", f"{0.9 / sharing:.2f}"]
+    return _Placement(tuple(argv), {"CUDA_VISIBLE_DEVICES": ",".join(own)})
