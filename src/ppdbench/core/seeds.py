@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def seed_for(root: int, *names: object) -> int:
@@ -15,6 +17,8 @@ def seed_for(root: int, *names: object) -> int:
 
 
 def rng_for(root: int, *names: object) -> np.random.Generator:
+    import numpy as np  # here, so that a router that draws no numbers loads none
+
     return np.random.Generator(np.random.PCG64(seed_for(root, *names)))
 
 

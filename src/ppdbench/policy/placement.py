@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from ppdbench.core.topology import NodeSpec
 
@@ -26,9 +26,17 @@ class Placement:
         """The conversation's home; chosen at the first call."""
         home = self._home_of.get(conversation)
         if home is None:
-            home = min(self._homes, key=lambda node: self._placed[node.name])
-            self._placed[home.name] += 1
-            self._home_of[conversation] = home
+            home = self._home_of[conversation] = self.place()
+        return home
+
+    def place(self, usable: Container[str] | None = None) -> NodeSpec:
+        """The home of one more conversation, which the caller remembers; of ``usable`` alone.
+
+        At least one home must be usable.
+        """
+        homes = self._homes if usable is None else [n for n in self._homes if n.name in usable]
+        home = min(homes, key=lambda node: self._placed[node.name])
+        self._placed[home.name] += 1
         return home
 
     def release(self, conversation: str) -> None:

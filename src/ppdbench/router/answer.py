@@ -1,0 +1,177 @@
+"""Reading an answer on its way through: text, tool calls and the server's counts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from ppdbench.cluster.nixl import cached_tokens
+from ppdbench.router.identity import Answer
+
+_TEXT = {
+    "content": re.compile(rb'"content":\s*"((?:[^"\\]|\\.)*)"'),
+    "text": re.compile(rb'"text":\s*"((?:[^"\\]|\\.)*)"'),
+}
+"""Inside a JSON string every quote is escaped, so these never match there."""
+
+_TOKEN = re.compile(
+    rb'"(?:content|text|reasoning_content|reasoning|arguments)":\s*"[^"]|"tool_calls":\s*\[\s*\{'
+)
+_BATCH_BYTES = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A server's own counts of one answer; ``None`` where it said nothing."""
+
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+NOTHING = Counted()
+
+
+def carries_token(data: bytes) -> bool:
+    """Whether a piece of a stream holds text, reasoning or a tool call; a role alone is none."""
+    return _TOKEN.search(data) is not None
+
+
+def events(data: bytes) -> Iterator[bytes]:
+    """The one-line ``data`` of each event in whole events."""
+    for line in data.splitlines():
+        if line.startswith(b"data:"):
+            yield line[5:].strip()
+
+
+def is_usage_alone(event: bytes) -> bool:
+    """Whether an event is the counts that follow an answer and nothing else."""
+    document = _parsed(event)
+    return document.get("choices") == [] and isinstance(document.get("usage"), dict)
+
+
+def without_usage(data: bytes) -> bytes:
+    """Whole events less the one that only a request with ``include_usage`` gets."""
+    separator = b"\r\n\r\n" if b"\r\n\r\n" in data else b"\n\n"
+    pieces = data.split(separator)
+    kept = [piece for piece in pieces if not any(map(is_usage_alone, events(piece)))]
+    return separator.join(kept)
+
+
+class StreamReader:
+    """Collects a stream's answer in batches, so that a long one is not held in raw bytes."""
+
+    __slots__ = ("_field", "_ids", "_raw", "_raw_bytes", "_text", "_tools", "counted")
+
+    def __init__(self, field: str) -> None:
+        self._field = field
+        self._raw: list[bytes] = []
+        self._raw_bytes = 0
+        self._text: list[bytes] = []
+        self._tools: list[str] = []
+        self._ids: list[int] = []
+        self.counted = NOTHING
+
+    def feed(self, data: bytes) -> None:
+        """Whole events."""
+        self._raw.append(data)
+        self._raw_bytes += len(data)
+        if self._raw_bytes > _BATCH_BYTES:
+            self._digest()
+
+    def end(self) -> Answer:
+        """What was answered; ``counted`` is filled too."""
+        self._digest()
+        tokens = self.counted.output_tokens
+        ids = tuple(self._ids)
+        return Answer(_unescaped(b"".join(self._text)), ",".join(self._tools), tokens, ids)
+
+    def _digest(self) -> None:
+        data = b"".join(self._raw)
+        self._raw.clear()
+        self._raw_bytes = 0
+        self._text += _TEXT[self._field].findall(data)
+        if b'"tool_calls"' in data or b'"token_ids"' in data:
+            for event in events(data):
+                self._take(_parsed(event))
+        at = data.rfind(b'"usage":')
+        if at >= 0:
+            self._take_usage(data, at)
+
+    def _take(self, document: Mapping[str, Any]) -> None:
+        for choice in _dicts(document.get("choices")):
+            delta = choice.get("delta")
+            self._tools += tool_ids(delta if isinstance(delta, dict) else {})
+            ids = choice.get("token_ids")
+            if isinstance(ids, list):
+                self._ids += ids
+
+    def _take_usage(self, data: bytes, at: int) -> None:
+        start = max(data.rfind(b"\ndata:", 0, at) + 1, 0)
+        for event in events(data[start:]):
+            usage = _parsed(event).get("usage")
+            if isinstance(usage, dict):
+                self.counted = read_usage(usage)
+
+
+def read_whole(body: bytes) -> tuple[Answer, Counted, dict[str, Any]]:
+    """An unstreamed answer, its counts and the parsed document (empty when it is no object)."""
+    document = _parsed(body)
+    usage = document.get("usage")
+    counted = read_usage(usage) if isinstance(usage, dict) else NOTHING
+    choice = next(iter(_dicts(document.get("choices"))), {})
+    message = choice.get("message")
+    message = message if isinstance(message, dict) else {}
+    text = choice.get("text") or message.get("content") or ""
+    ids = choice.get("token_ids")
+    answer = Answer(
+        text if isinstance(text, str) else "",
+        ",".join(tool_ids(message)),
+        counted.output_tokens,
+        tuple(ids) if isinstance(ids, list) else (),
+    )
+    return answer, counted, document
+
+
+def read_usage(usage: Mapping[str, Any]) -> Counted:
+    """The ``usage`` object of an answer."""
+    prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    try:
+        cached = cached_tokens(usage)
+    except (AttributeError, TypeError, ValueError):
+        cached = None
+    return Counted(_count(prompt), _count(output), cached)
+
+
+def tool_ids(message: Mapping[str, Any]) -> list[str]:
+    """Ids of a message's tool calls, as the next turn's history will show them."""
+    return [str(call["id"]) for call in _dicts(message.get("tool_calls")) if call.get("id")]
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and 0 <= value < 2**31 else None
+
+
+def _dicts(value: object) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
+    try:
+        document = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _unescaped(escaped: bytes) -> str:
+    """Pieces of one JSON string put together again, so that split surrogate pairs are whole."""
+    try:
+        text = orjson.loads(b'"' + escaped + b'"')
+    except orjson.JSONDecodeError:
+        return escaped.decode("utf-8", "replace")
+    return text if isinstance(text, str) else ""

@@ -1,0 +1,123 @@
+"""Numbers that all workers see: each adds in its own row of shared memory, so nobody locks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from mmap import mmap
+
+_VALUE_BYTES = 8
+RATE_WINDOW_S = 60
+
+
+class Board:
+    """One row of named float64 values per worker in ``buffer[offset:]``, and one shared row.
+
+    ``add`` and ``put`` write this worker's row; ``total`` sums the rows. ``share`` writes the row
+    that is everybody's, where the last writer wins.
+    """
+
+    def __init__(
+        self, buffer: mmap, offset: int, names: Sequence[str], workers: int, worker: int
+    ) -> None:
+        count = len(names)
+        size = Board.bytes_for(names, workers)
+        self._values = memoryview(buffer)[offset : offset + size].cast("d")
+        self._index = {name: at for at, name in enumerate(names)}
+        self._stride = count
+        self._base = count * worker
+        self._shared = count * workers
+        self._rows = range(workers)
+
+    def __repr__(self) -> str:
+        busy = {name: self.total(name) for name in self._index if self.total(name)}
+        return f"<Board {busy}>"
+
+    @staticmethod
+    def bytes_for(names: Sequence[str], workers: int) -> int:
+        return len(names) * (workers + 1) * _VALUE_BYTES
+
+    def add(self, name: str, amount: float = 1.0) -> None:
+        self._values[self._base + self._index[name]] += amount
+
+    def put(self, name: str, value: float) -> None:
+        self._values[self._base + self._index[name]] = value
+
+    def mine(self, name: str) -> float:
+        return self._values[self._base + self._index[name]]
+
+    def total(self, name: str) -> float:
+        at = self._index[name]
+        values, stride = self._values, self._stride
+        return sum(values[at + row * stride] for row in self._rows)
+
+    def recent(self, stamp: str, name: str, after: float) -> float:
+        """The sum of ``name`` over the rows whose ``stamp`` is later than ``after``."""
+        at, stamped, stride = self._index[name], self._index[stamp], self._stride
+        values = self._values
+        return sum(
+            values[at + row * stride]
+            for row in self._rows
+            if values[stamped + row * stride] > after
+        )
+
+    def share(self, name: str, value: float) -> None:
+        self._values[self._shared + self._index[name]] = value
+
+    def shared(self, name: str) -> float:
+        return self._values[self._shared + self._index[name]]
+
+    def clear(self, names: Sequence[str]) -> None:
+        """Set gauges of this row to zero, as after a worker's death."""
+        for name in names:
+            self.put(name, 0.0)
+
+    def close(self) -> None:
+        """Give the buffer back; the board is of no use afterwards."""
+        self._values.release()
+
+
+class ArrivalRate:
+    """Conversation arrivals per second over the last :data:`RATE_WINDOW_S`, all workers together.
+
+    Younger than the window, the rate is over the time since the first arrival, at least 1 s.
+    """
+
+    NAMES = (
+        "arrivals_first_s",
+        *(f"arrivals_at_{i}" for i in range(RATE_WINDOW_S)),
+        *(f"arrivals_in_{i}" for i in range(RATE_WINDOW_S)),
+    )
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._second = -1
+        self._rate = 0.0
+
+    def count(self, now_s: float) -> None:
+        """A conversation arrived."""
+        second = int(now_s)
+        board, cell = self._board, second % RATE_WINDOW_S
+        if board.shared("arrivals_first_s") == 0.0:
+            board.share("arrivals_first_s", now_s)
+        if board.mine(f"arrivals_at_{cell}") != second:
+            board.put(f"arrivals_at_{cell}", second)
+            board.put(f"arrivals_in_{cell}", 0.0)
+        board.add(f"arrivals_in_{cell}")
+
+    def per_s(self, now_s: float) -> float:
+        """Reads the rows at most once per second."""
+        second = int(now_s)
+        if second != self._second:
+            self._second = second
+            self._rate = self._measure(now_s)
+        return self._rate
+
+    def _measure(self, now_s: float) -> float:
+        first_s = self._board.shared("arrivals_first_s")
+        if first_s == 0.0:
+            return 0.0
+        arrivals = sum(self._recent(cell, int(now_s)) for cell in range(RATE_WINDOW_S))
+        return arrivals / min(max(now_s - first_s, 1.0), RATE_WINDOW_S)
+
+    def _recent(self, cell: int, second: int) -> float:
+        return self._board.recent(f"arrivals_at_{cell}", f"arrivals_in_{cell}", second - RATE_WINDOW_S)

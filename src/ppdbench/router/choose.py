@@ -1,0 +1,281 @@
+"""From a request to a plan: who speaks, what is held where, which route. No I/O."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ppdbench.core.decision import Decision, Features, Route
+from ppdbench.core.topology import Role
+from ppdbench.policy.base import Policy
+from ppdbench.policy.placement import Placement, least_loaded
+from ppdbench.policy.rules import COLD, decide
+from ppdbench.router.answer import Counted
+from ppdbench.router.board import ArrivalRate
+from ppdbench.router.estimate import Estimates
+from ppdbench.router.identity import Answer, Found, History, explicit_key, read_history
+from ppdbench.router.memory import SEVERAL, SPLIT, Memory, Note
+from ppdbench.router.nodes import Upstream, Upstreams
+
+ALONE = Decision(Route.LOCAL, "alone")
+"""What a hand-off cannot carry, several prompts or answers in one request, is computed whole."""
+
+MODELS_LIMIT = 64
+LOST_SHARE = 0.5
+LOSS_MEMORY_S = 30.0
+"""A node found evicting is taken to have lost what lay unused as long, for this time."""
+
+
+class NoNodeError(Exception):
+    """No living node can take the turn; the text says which kind is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """Who is speaking. ``explicit`` is the key of a conversation that the client named."""
+
+    conversation: int
+    name: str
+    history: History | None
+    explicit: bytes | None
+    found: Found | None
+
+    @property
+    def turn(self) -> int:
+        if self.history is not None and self.history.turn is not None:
+            return self.history.turn
+        if self.found is None:
+            return 1
+        return self.found.note.turn + (not self.found.repeated)
+
+    @property
+    def size(self) -> int:
+        return 0 if self.history is None else self.history.size
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where a turn goes and why, and what is needed to note it afterwards."""
+
+    decision: Decision
+    features: Features
+    speaker: Speaker
+    home: Upstream
+    prefill: Upstream | None
+    holds_kv: bool
+
+
+class Chooser:
+    """Plans turns with one policy over shared memory; reads only the clock it is given."""
+
+    def __init__(
+        self, upstreams: Upstreams, policy: Policy, memory: Memory, rate: ArrivalRate
+    ) -> None:
+        self.policy = policy
+        self.memory = memory
+        self._upstreams = upstreams
+        self._rate = rate
+        self._estimates: dict[str, Estimates] = {}
+        self._placement = Placement(node.spec for node in upstreams.homes)
+
+    def estimates(self, body: Mapping[str, Any]) -> Estimates:
+        """One set per model; a flood of unknown names shares one."""
+        model = body.get("model")
+        name = model if isinstance(model, str) else ""
+        known = self._estimates.get(name)
+        if known is None:
+            name = name if len(self._estimates) < MODELS_LIMIT else ""
+            known = self._estimates.setdefault(name, Estimates())
+        return known
+
+    def plan(
+        self,
+        body: Mapping[str, Any],
+        session_id: bytes | None,
+        now_s: float,
+        forced: Route | None = None,
+    ) -> Plan:
+        """Choose; ``forced`` is the client's own wish where that is allowed.
+
+        Raises:
+            NoNodeError: nothing alive can take it.
+        """
+        speaker = self._identify(body, session_id)
+        if speaker.found is None:
+            self._rate.count(now_s)
+        home, holds_kv = self._home(speaker.found, now_s)
+        features = self._features(body, speaker, home, holds_kv=holds_kv, now_s=now_s)
+        if _needs_one_node(body) and home.role is not Role.R:
+            decision = ALONE
+        elif forced is not None:
+            decision = Decision(forced, "override")
+        else:
+            decision = decide(self.policy, features, home.role, holds_kv=holds_kv)
+        return Plan(decision, features, speaker, home, self._prefill_for(decision), holds_kv)
+
+    def again(self, plan: Plan, without: Collection[str]) -> Plan:
+        """The plan after its nodes in ``without`` broke: another P, or another home and so cold.
+
+        Raises:
+            NoNodeError: there is no other.
+        """
+        if plan.home.name in without:
+            home = self._place(without)
+            decision = decide(self.policy, plan.features, home.role, holds_kv=False)
+            decision = replace(decision, reason="retry") if decision.route is COLD.route else decision
+            plan = replace(plan, home=home, decision=decision, holds_kv=False)
+        return replace(plan, prefill=self._prefill_for(plan.decision, without))
+
+    def note(self, plan: Plan, answer: Answer | None, prompt_tokens: int, now_s: float) -> None:
+        """Remember a turn that was answered: where it was computed and how long it now is."""
+        speaker = plan.speaker
+        if speaker.history is None:
+            return
+        note = Note(
+            conversation=speaker.conversation,
+            context_tokens=prompt_tokens,
+            size=speaker.size,
+            used_s=int(now_s),
+            home=plan.home.index,
+            turn=speaker.turn,
+            epoch=plan.home.epoch,
+            flags=0,
+        )
+        speaker.history.leave(self.memory, note, answer)
+        if speaker.explicit is not None:
+            tokens = 0 if answer is None else answer.tokens or 0
+            size = speaker.size + (0 if answer is None else len(answer.text))
+            named = note._replace(context_tokens=prompt_tokens + tokens, size=size)
+            self.memory.put(speaker.explicit, named)
+
+    def learn(self, plan: Plan, body: Mapping[str, Any], counted: Counted, now_s: float) -> None:
+        """Correct the estimates, and what is thought of the home's cache, by the server's counts."""
+        estimates = self.estimates(body)
+        if counted.output_tokens:
+            estimates.learn_output(counted.output_tokens)
+        history, found = plan.speaker.history, plan.speaker.found
+        if counted.prompt_tokens is None or history is None:
+            return
+        if not history.in_tokens:
+            before = found.note if found is not None else None
+            characters = history.size - (before.size if before else 0)
+            tokens = counted.prompt_tokens - (before.context_tokens if before else 0)
+            estimates.learn_ratio(characters, tokens)
+        if plan.decision.route is Route.LOCAL and found is not None and plan.holds_kv:
+            self._learn_residency(plan.home, found.note, counted.cached_tokens, now_s)
+
+    def _identify(self, body: Mapping[str, Any], session_id: bytes | None) -> Speaker:
+        history = read_history(body)
+        explicit = explicit_key(session_id, body)
+        found = None if history is None else history.find(self.memory)
+        named = None if explicit is None else self.memory.get(explicit)
+        if found is None and named is not None and explicit is not None:
+            found = Found(explicit, named)
+        if explicit is not None:
+            conversation = int.from_bytes(explicit[:8], "little")
+            name = _explicit_name(session_id, body)
+        elif found is not None and not found.note.flags & SEVERAL:
+            conversation = found.note.conversation
+            name = f"{conversation:016x}"
+        else:
+            conversation = secrets.randbits(64)
+            name = f"{conversation:016x}"
+        return Speaker(conversation, name, history, explicit, found)
+
+    def _home(self, found: Found | None, now_s: float) -> tuple[Upstream, bool]:
+        """The home and whether it holds the conversation's KV as far as anybody knows."""
+        home = None
+        if found is not None and not found.note.flags & SPLIT:
+            home = self._upstreams.home_at(found.note.home)
+        if found is None or home is None or not home.alive:
+            return self._place(()), False
+        same_engine = home.epoch == found.note.epoch
+        return home, same_engine and not _evicted(home, found.note, now_s)
+
+    def _place(self, without: Collection[str]) -> Upstream:
+        usable = {n.name for n in self._upstreams.homes if n.alive and n.name not in without}
+        if not usable:
+            raise NoNodeError("no node that decodes (D, pD or R) is alive")
+        return self._upstreams[self._placement.place(usable).name]
+
+    def _prefill_for(self, decision: Decision, without: Collection[str] = ()) -> Upstream | None:
+        if decision.route not in (Route.REMOTE, Route.PULL):
+            return None
+        usable = [n for n in self._upstreams.prefills if n.alive and n.name not in without]
+        if not usable:
+            raise NoNodeError("no prefill node (P) is alive")
+        if len(usable) == 1:
+            return usable[0]
+        specs = [node.spec for node in usable]
+        load = {node.name: node.total("prefill_tokens") for node in usable}
+        return self._upstreams[least_loaded(specs, load).name]
+
+    def _features(
+        self,
+        body: Mapping[str, Any],
+        speaker: Speaker,
+        home: Upstream,
+        *,
+        holds_kv: bool,
+        now_s: float,
+    ) -> Features:
+        estimates = self.estimates(body)
+        context, new = _tokens(speaker, estimates, holds_kv=holds_kv)
+        return Features(
+            turn=speaker.turn,
+            context_tokens=context,
+            new_tokens=new,
+            output_tokens=estimates.output_tokens(body),
+            rate_per_s=self._rate.per_s(now_s),
+            running=int(home.total("running")),
+            key=f"{speaker.name}/{speaker.turn}",
+        )
+
+    def _learn_residency(
+        self, home: Upstream, note: Note, cached_tokens: int | None, now_s: float
+    ) -> None:
+        if cached_tokens is None or cached_tokens >= LOST_SHARE * note.context_tokens:
+            return
+        home.share("loss_idle_s", max(0.0, now_s - note.used_s))
+        home.share("loss_until_s", now_s + LOSS_MEMORY_S)
+
+
+def _evicted(home: Upstream, note: Note, now_s: float) -> bool:
+    """Whether the node lately lost KV that had lain unused no longer than this note's."""
+    if now_s >= home.shared("loss_until_s"):
+        return False
+    return now_s - note.used_s >= home.shared("loss_idle_s")
+
+
+def _tokens(speaker: Speaker, estimates: Estimates, *, holds_kv: bool) -> tuple[int, int]:
+    """Context that the home holds, and what is new to it."""
+    history, found = speaker.history, speaker.found
+    if history is None:
+        return 0, 1
+    note = found.note if found is not None and holds_kv else None
+    if history.in_tokens:
+        context = 0 if note is None else min(note.context_tokens, history.size - 1)
+        return context, history.size - context
+    if note is None:
+        return 0, estimates.tokens_in(history.size)
+    return note.context_tokens, estimates.tokens_in(max(0, history.size - note.size))
+
+
+def _explicit_name(session_id: bytes | None, body: Mapping[str, Any]) -> str:
+    if session_id:
+        return session_id.decode("utf-8", "replace")
+    return str(body.get("prompt_cache_key"))
+
+
+def _needs_one_node(body: Mapping[str, Any]) -> bool:
+    """Several prompts or answers share one hand-off, and a second read of its blocks fails."""
+    for name in ("n", "best_of"):
+        value = body.get(name)
+        if isinstance(value, int) and value > 1:
+            return True
+    if body.get("use_beam_search") or body.get("echo") or body.get("prompt_logprobs") is not None:
+        return True
+    prompt = body.get("prompt")
+    return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)

@@ -1,0 +1,297 @@
+"""Who is speaking: a request's history as a chain of prefix hashes. Pure, no clock.
+
+Each place in a history where an answer ended has a key, the hash of all that stands before it, and
+the turn that ended there left a note under it (:mod:`ppdbench.router.memory`). So the deepest key
+with a note says which conversation this is, how much of it a node already holds and which turn it
+is. Branches and edits share keys up to where they part; two users with the same first words part
+at the first answer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+import xxhash
+
+from ppdbench.router.memory import ANSWERED, SEVERAL, SPLIT, Memory, Note
+
+MAX_LOOKUPS = 32
+"""Histories are looked up from their end; what lies deeper than this is cold."""
+
+_BORDER_UNITS = 16
+_BORDER_GROWTH = 4
+"""Borders of raw prompts stand 16 units apart, later 1/16 of what stands before them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A note and its key; ``repeated`` when it stands at the end of the very same request."""
+
+    key: bytes
+    note: Note
+    repeated: bool = False
+
+
+class History(Protocol):
+    """What a request says about its past.
+
+    ``size`` is its whole length, in tokens where ``in_tokens``, else in characters. ``turn``
+    counts the answers in it plus one; ``None`` where only a note can tell.
+    """
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def in_tokens(self) -> bool: ...
+    @property
+    def turn(self) -> int | None: ...
+
+    def find(self, memory: Memory) -> Found | None:
+        """The deepest place that somebody left a note at."""
+        ...
+
+    def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
+        """Leave ``note`` behind this request and, where it is known, behind its ``answer``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was answered, as far as the history of the next turn will show it."""
+
+    text: str
+    tools: str = ""
+    tokens: int | None = None
+    token_ids: tuple[int, ...] = ()
+
+
+def explicit_key(session_id: bytes | None, body: Mapping[str, Any]) -> bytes | None:
+    """The key of a conversation that the client named: ``x-session-id``, ``prompt_cache_key``."""
+    name = session_id or body.get("prompt_cache_key")
+    if not name:
+        return None
+    hasher = _start(body, b"explicit")
+    _add(hasher, b"name", name if isinstance(name, bytes) else _canonical(name))
+    return hasher.digest()
+
+
+def read_history(body: Mapping[str, Any]) -> History | None:
+    """The history in a parsed body; ``None`` when there is nothing one could be read from."""
+    messages = body.get("messages")
+    if isinstance(messages, list) and messages:
+        return _read_chat(body, messages)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str) and prompt:
+        return RawHistory(_start(body, b"text"), prompt.encode("utf-8", "replace"), 1)
+    if isinstance(prompt, list) and prompt:
+        return _read_tokens(body, prompt)
+    return None
+
+
+def _start(body: Mapping[str, Any], kind: bytes) -> xxhash.xxh3_128:
+    """What separates histories before their first word: model, user, cache salt, tools."""
+    hasher = xxhash.xxh3_128(kind)
+    for name in ("model", "user", "cache_salt", "tools"):
+        value = body.get(name)
+        if value is not None:
+            _add(hasher, name.encode(), _canonical(value))
+    return hasher
+
+
+def _add(hasher: xxhash.xxh3_128, kind: bytes, raw: bytes) -> None:
+    """Length first, so that parts cannot run into each other."""
+    hasher.update(b"%b\x1f%d\x1f%b" % (kind, len(raw), raw))
+
+
+def _canonical(value: object) -> bytes:
+    """Equal content gives equal bytes, whether it came as text or as a list of text parts."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace")
+    if value is None:
+        return b""
+    if isinstance(value, list) and value and all(map(_is_text_part, value)):
+        return "".join(part["text"] for part in value).encode("utf-8", "replace")
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+
+
+def _is_text_part(part: object) -> bool:
+    return (
+        isinstance(part, dict)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    )
+
+
+class ChatHistory:
+    """Messages. ``marks`` are (key, answered), shallow first; the last one ends the request."""
+
+    in_tokens = False
+
+    def __init__(
+        self, hasher: xxhash.xxh3_128, marks: list[tuple[bytes, bool]], turn: int, size: int
+    ) -> None:
+        self._hasher = hasher
+        self._marks = marks
+        self._prompt_key = hasher.digest()
+        self.turn = turn
+        self.size = size
+
+    def find(self, memory: Memory) -> Found | None:
+        """Deepest first. A first turn has no past, even where another began with its words."""
+        if self.turn == 1:
+            return None
+        note = memory.get(self._prompt_key)
+        if note is not None:
+            return Found(self._prompt_key, note, repeated=True)
+        for key, _ in self._marks[: -MAX_LOOKUPS - 1 : -1]:
+            note = memory.get(key)
+            if note is not None:
+                return Found(key, note)
+        return None
+
+    def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
+        _put(memory, self._prompt_key, note._replace(size=self.size))
+        if answer is None:
+            return
+        hasher = self._hasher.copy()
+        raw = _answer_bytes(answer.text, answer.tools)
+        _add(hasher, b"assistant", raw)
+        _put(memory, hasher.digest(), _behind_answer(note, self.size + len(raw), answer))
+
+
+def _put(memory: Memory, key: bytes, note: Note) -> None:
+    """Put ``note`` and say where another conversation has been at this very place.
+
+    Behind the same answer either home holds all of it; behind the same question alone, nobody can
+    tell which answer is the one that the next turn will show.
+    """
+    other = memory.get(key)
+    if other is not None and other.conversation != note.conversation:
+        flags = note.flags | SEVERAL
+        if not note.flags & ANSWERED and (other.home != note.home or other.flags & SPLIT):
+            flags |= SPLIT
+        note = note._replace(flags=flags)
+    memory.put(key, note)
+
+
+def _behind_answer(note: Note, size: int, answer: Answer) -> Note:
+    context = note.context_tokens + (answer.tokens or 0)
+    return note._replace(size=size, context_tokens=context, flags=note.flags | ANSWERED)
+
+
+def _answer_bytes(content: str, tools: str) -> bytes:
+    """Clients trim answers when they send them back, so white space at the ends does not count."""
+    return f"{content.strip()}\x1e{tools}".encode("utf-8", "replace")
+
+
+def _tool_ids(message: Mapping[str, Any]) -> str:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return ""
+    return ",".join(str(call.get("id")) for call in calls if isinstance(call, dict))
+
+
+def _read_chat(body: Mapping[str, Any], messages: list[Any]) -> ChatHistory:
+    hasher = _start(body, b"chat")
+    marks: list[tuple[bytes, bool]] = []
+    size = answers = 0
+    for message in messages:
+        role, raw = _role_and_content(message)
+        if role == b"assistant":
+            marks.append((hasher.digest(), False))
+        _add(hasher, role, raw)
+        if role == b"assistant":
+            marks.append((hasher.digest(), True))
+            answers += 1
+        size += len(raw)
+    return ChatHistory(hasher, marks, answers + 1, size)
+
+
+def _role_and_content(message: object) -> tuple[bytes, bytes]:
+    """Of anything that stands in ``messages``; what is no message is the engine's to refuse."""
+    if not isinstance(message, dict):
+        return b"", _canonical(message)
+    content = _canonical(message.get("content"))
+    if message.get("role") == "assistant":
+        text = content.decode("utf-8", "replace")
+        return b"assistant", _answer_bytes(text, _tool_ids(message))
+    return _canonical(message.get("role")), content
+
+
+class RawHistory:
+    """A text or token prompt of ``unit`` bytes per unit: no message ends show in it.
+
+    A note lies under the hash of its whole history; a directory under the last border before its
+    end says how long the histories are that passed there.
+    """
+
+    turn = None
+
+    def __init__(self, hasher: xxhash.xxh3_128, raw: bytes, unit: int) -> None:
+        self._start = hasher
+        self._raw = raw
+        self._unit = unit
+        self.in_tokens = unit > 1
+        self.size = len(raw) // unit
+
+    def find(self, memory: Memory) -> Found | None:
+        """A history no longer than ours that is its beginning, the longest first."""
+        borders = _borders(self.size)
+        if not borders or not memory.sizes(self._key(self._raw, borders[0], b"border")):
+            return None
+        for border in borders[: -MAX_LOOKUPS - 1 : -1]:
+            for size in sorted(memory.sizes(self._key(self._raw, border, b"border")), reverse=True):
+                key = self._key(self._raw, size, b"end")
+                note = memory.get(key) if size <= self.size else None
+                if note is not None:
+                    return Found(key, note, repeated=size == self.size)
+        return None
+
+    def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
+        self._leave(memory, self._raw, note._replace(size=self.size))
+        raw = self._raw + self._bytes_of(answer)
+        if answer is not None and len(raw) > len(self._raw):
+            self._leave(memory, raw, _behind_answer(note, len(raw) // self._unit, answer))
+
+    def _leave(self, memory: Memory, raw: bytes, note: Note) -> None:
+        _put(memory, self._key(raw, note.size, b"end"), note)
+        borders = _borders(note.size)
+        for border in {borders[0], borders[-1]} if borders else ():
+            memory.add_size(self._key(raw, border, b"border"), note.size, note.used_s)
+
+    def _bytes_of(self, answer: Answer | None) -> bytes:
+        if answer is None:
+            return b""
+        if self.in_tokens:
+            return array("q", answer.token_ids).tobytes()
+        return answer.text.encode("utf-8", "replace")
+
+    def _key(self, raw: bytes, size: int, kind: bytes) -> bytes:
+        hasher = self._start.copy()
+        hasher.update(kind)
+        hasher.update(memoryview(raw)[: size * self._unit])
+        return hasher.digest()
+
+
+def _borders(size: int) -> list[int]:
+    """Positions up to ``size``: the same ones for every history, growing apart."""
+    borders = []
+    at = _BORDER_UNITS
+    while at <= size:
+        borders.append(at)
+        at += max(_BORDER_UNITS, at >> _BORDER_GROWTH)
+    return borders
+
+
+def _read_tokens(body: Mapping[str, Any], tokens: list[Any]) -> RawHistory | None:
+    try:
+        raw = array("q", tokens).tobytes()
+    except (TypeError, OverflowError):
+        return None
+    return RawHistory(_start(body, b"tokens"), raw, 8)

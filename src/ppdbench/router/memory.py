@@ -1,0 +1,180 @@
+"""What the router remembers of conversations: a bounded table of notes in shared memory.
+
+All workers map the same bytes, so a turn may reach any of them. A note is 48 bytes under a 128-bit
+key; eight share a bucket and the longest unused of a full bucket goes. Nobody takes a lock: a note
+carries a checksum, and one that was torn by two writers reads as unknown, which is always safe.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from mmap import mmap
+from typing import NamedTuple
+
+KEY_BYTES = 16
+_WAYS = 8
+_BODY = struct.Struct("<QIIIHHII")
+_CHECKED_BYTES = _BODY.size
+_NOTE_BYTES = _CHECKED_BYTES + 4
+_KEYS_BYTES = _WAYS * KEY_BYTES
+_BUCKET_BYTES = _WAYS * (KEY_BYTES + _NOTE_BYTES)
+_USED_OFFSET = 8 + 4 + 4
+_USED = struct.Struct("<I")
+_CRC = struct.Struct("<I")
+_EMPTY = bytes(KEY_BYTES)
+
+ANSWERED = 1
+"""The note stands behind an answer; without it, behind the question alone."""
+
+SEVERAL = 2
+"""More than one conversation left this very note."""
+
+SPLIT = 4
+"""… and they live on different nodes, so the note names no home."""
+
+_DIRECTORY = 8
+
+
+class Note(NamedTuple):
+    """What is known at one place of a history.
+
+    ``context_tokens`` is the server's count up to here, ``size`` the client-side length
+    (characters or tokens), ``used_s`` seconds of the memory's clock, ``epoch`` the incarnation
+    of the home that computed it.
+    """
+
+    conversation: int
+    context_tokens: int
+    size: int
+    used_s: int
+    home: int
+    turn: int
+    epoch: int
+    flags: int
+
+
+class Memory:
+    """Notes by key in ``buffer[offset:]``.
+
+    ``evicted`` and ``torn`` count since this worker's start.
+    """
+
+    def __init__(self, buffer: mmap, offset: int, buckets: int) -> None:
+        assert buckets & (buckets - 1) == 0, "a power of two"
+        self._buffer = buffer
+        self._offset = offset
+        self._mask = buckets - 1
+        self.evicted = 0
+        self.torn = 0
+
+    def __repr__(self) -> str:
+        return f"<Memory of {self.capacity} notes, {self.evicted} evicted>"
+
+    @staticmethod
+    def bytes_for(buckets: int) -> int:
+        return buckets * _BUCKET_BYTES
+
+    @staticmethod
+    def buckets_for(notes: int) -> int:
+        """The power of two that holds at least ``notes``."""
+        return 1 << max(0, (max(1, notes) - 1) // _WAYS).bit_length()
+
+    @property
+    def capacity(self) -> int:
+        return (self._mask + 1) * _WAYS
+
+    def used(self) -> int:
+        """Notes held now; reads the whole table."""
+        starts = range(self._offset, self._offset + Memory.bytes_for(self._mask + 1), _BUCKET_BYTES)
+        return sum(self._used_in(start) for start in starts)
+
+    def get(self, key: bytes) -> Note | None:
+        """The note under ``key``, if it is whole."""
+        raw = self._read(key)
+        if raw is None:
+            return None
+        note = Note._make(_BODY.unpack_from(raw))
+        return None if note.flags & _DIRECTORY else note
+
+    def touch(self, key: bytes, now_s: int) -> None:
+        """The note was of use, so it goes later."""
+        note = self.get(key)
+        if note is not None:
+            self.put(key, note._replace(used_s=now_s))
+
+    def put(self, key: bytes, note: Note) -> None:
+        """Write or overwrite."""
+        self._write(key, _BODY.pack(*note), note.used_s)
+
+    def sizes(self, key: bytes) -> tuple[int, ...]:
+        """Lengths of raw histories that pass through the border ``key``, newest first."""
+        raw = self._read(key)
+        if raw is None or not _BODY.unpack_from(raw)[-1] & _DIRECTORY:
+            return ()
+        return tuple(size for size in _sizes_in(raw) if size)
+
+    def add_size(self, key: bytes, size: int, now_s: int) -> None:
+        """Say that a history of ``size`` passes through ``key``."""
+        known = [other for other in self.sizes(key) if other != size]
+        self._write(key, _directory([size, *known], now_s), now_s)
+
+    def _bucket(self, key: bytes) -> int:
+        index = int.from_bytes(key[:4], "little") & self._mask
+        return self._offset + index * _BUCKET_BYTES
+
+    def _way(self, bucket: int, key: bytes) -> int | None:
+        at = self._buffer.find(key, bucket, bucket + _KEYS_BYTES)
+        if at < 0 or (at - bucket) % KEY_BYTES:
+            return None
+        return (at - bucket) // KEY_BYTES
+
+    def _read(self, key: bytes) -> bytes | None:
+        bucket = self._bucket(key)
+        way = self._way(bucket, key)
+        if way is None:
+            return None
+        start = bucket + _KEYS_BYTES + way * _NOTE_BYTES
+        raw = self._buffer[start : start + _NOTE_BYTES]
+        if _CRC.unpack_from(raw, _CHECKED_BYTES)[0] != zlib.crc32(raw[:_CHECKED_BYTES], key[0]):
+            self.torn += 1
+            return None
+        return raw
+
+    def _write(self, key: bytes, body: bytes, now_s: int) -> None:
+        bucket = self._bucket(key)
+        way = self._way(bucket, key)
+        if way is None:
+            way = self._free_way(bucket, now_s)
+        start = bucket + _KEYS_BYTES + way * _NOTE_BYTES
+        self._buffer[start : start + _NOTE_BYTES] = body + _CRC.pack(zlib.crc32(body, key[0]))
+        self._buffer[bucket + way * KEY_BYTES : bucket + (way + 1) * KEY_BYTES] = key
+
+    def _free_way(self, bucket: int, now_s: int) -> int:
+        free = self._way(bucket, _EMPTY)
+        if free is not None:
+            return free
+        self.evicted += 1
+        base = bucket + _KEYS_BYTES + _USED_OFFSET
+        ages = [
+            (now_s - int(_USED.unpack_from(self._buffer, base + way * _NOTE_BYTES)[0]), way)
+            for way in range(_WAYS)
+        ]
+        return max(ages)[1]
+
+    def _used_in(self, bucket: int) -> int:
+        keys = self._buffer[bucket : bucket + _KEYS_BYTES]
+        return sum(
+            keys[at : at + KEY_BYTES] != _EMPTY for at in range(0, _KEYS_BYTES, KEY_BYTES)
+        )
+
+
+def _directory(sizes: list[int], now_s: int) -> bytes:
+    """A note body whose fields hold up to four sizes; ``used_s`` and ``flags`` keep their place."""
+    four = [*sizes, 0, 0, 0, 0][:4]
+    return _BODY.pack(four[0] | four[1] << 32, four[2], four[3], now_s, 0, 0, 0, _DIRECTORY)
+
+
+def _sizes_in(raw: bytes) -> tuple[int, ...]:
+    first_two, third, fourth, *_ = _BODY.unpack_from(raw)
+    return (first_two & 0xFFFFFFFF, first_two >> 32, third, fourth)

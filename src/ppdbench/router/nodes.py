@@ -1,0 +1,91 @@
+"""The nodes behind the router, as this worker sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ppdbench.cluster.contract import ClusterSpec, Node
+from ppdbench.core.topology import NodeSpec, Role
+from ppdbench.http.messages import Origin
+from ppdbench.router.board import Board
+
+PER_NODE = (
+    "running", "prefill_tokens", "requests", "failures", "epoch", "loss_idle_s", "loss_until_s",
+)  # fmt: skip
+"""Board values of each node; the last three are shared. ``failures`` are broken connections."""
+
+GAUGES = ("running", "prefill_tokens")
+
+
+@dataclass(slots=True)
+class Upstream:
+    """A node and what is known of it; ``index`` is its place in the cluster file.
+
+    ``alive`` is this worker's own judgement (:mod:`ppdbench.router.health`); ``strikes`` counts
+    failures, or successes of a dead node, in a row.
+    """
+
+    index: int
+    node: Node
+    spec: NodeSpec
+    origin: Origin
+    board: Board
+    alive: bool = True
+    strikes: int = 0
+    progress_at_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    @property
+    def role(self) -> Role:
+        return self.node.role
+
+    def add(self, what: str, amount: float = 1.0) -> None:
+        self.board.add(f"{what}:{self.node.name}", amount)
+
+    def total(self, what: str) -> float:
+        return self.board.total(f"{what}:{self.node.name}")
+
+    def shared(self, what: str) -> float:
+        return self.board.shared(f"{what}:{self.node.name}")
+
+    def share(self, what: str, value: float) -> None:
+        self.board.share(f"{what}:{self.node.name}", value)
+
+    @property
+    def epoch(self) -> int:
+        """The node's incarnation; KV of an earlier one is gone."""
+        return int(self.shared("epoch"))
+
+
+class Upstreams:
+    """All nodes of the cluster in file order."""
+
+    def __init__(self, spec: ClusterSpec, board: Board) -> None:
+        self.all = tuple(
+            Upstream(at, node, NodeSpec(node.name, node.role), Origin.parse(node.url), board)
+            for at, node in enumerate(spec.nodes)
+        )
+        self.homes = tuple(node for node in self.all if node.role.decodes)
+        self.prefills = tuple(node for node in self.all if node.role is Role.P)
+        self._by_name = {node.name: node for node in self.all}
+
+    def __repr__(self) -> str:
+        states = (f"{node.name}{'' if node.alive else ' dead'}" for node in self.all)
+        return f"<Upstreams {', '.join(states)}>"
+
+    def __getitem__(self, name: str) -> Upstream:
+        return self._by_name[name]
+
+    def home_at(self, index: int) -> Upstream | None:
+        """The node a note names, if it still is one that decodes."""
+        node = self.all[index] if index < len(self.all) else None
+        return node if node is not None and node.role.decodes else None
+
+
+def board_names(spec: ClusterSpec) -> Iterable[str]:
+    """Names of the per-node values on the board."""
+    return (f"{what}:{node.name}" for node in spec.nodes for what in PER_NODE)
