@@ -8,7 +8,7 @@ from __future__ import annotations
 import typer
 
 from ppdbench import __version__
-from ppdbench.cli import build_table, import_, plot
+from ppdbench.cli import build_table, import_, plot, serve
 from ppdbench.cli.output import show
 
 app = typer.Typer(
@@ -40,6 +40,7 @@ def _root(
 app.command(epilog=plot.EPILOG)(plot.plot)
 app.command(epilog=build_table.EPILOG)(build_table.build_table)
 app.add_typer(import_.app, name="import")
+app.command(epilog=serve.EPILOG)(serve.serve)
 
 
 def main() -> None:

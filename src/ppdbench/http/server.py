@@ -91,6 +91,16 @@ class Responder:
         self._write(_LAST_CHUNK)
         self._finish()
 
+    def pass_on(self, data: bytes) -> None:
+        """Bytes of an answer that was rendered elsewhere, its head included."""
+        self.started = True
+        self._write(data)
+
+    def hang_up(self) -> None:
+        """The answer is whole and its connection ends with it."""
+        self._keep_alive = False
+        self._finish()
+
     def abort(self) -> None:
         """Close the connection in the middle, so that the client sees a broken answer."""
         self.finished = True
@@ -133,9 +143,12 @@ def _render_head(status: int, headers: Headers, *, keep_alive: bool) -> bytes:
 class _ServerConnection(asyncio.Protocol):
     """One client. httptools calls the ``on_*`` methods."""
 
-    def __init__(self, handler: Handler, connections: set[_ServerConnection]) -> None:
+    def __init__(
+        self, handler: Handler, connections: set[_ServerConnection], max_body_bytes: int
+    ) -> None:
         self._handler = handler
         self._connections = connections
+        self._max_body_bytes = max_body_bytes
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._waiting: deque[tuple[Incoming, bool]] = deque()
@@ -207,7 +220,7 @@ class _ServerConnection(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         self._size += len(data)
-        if self._size > MAX_BODY_BYTES:
+        if self._size > self._max_body_bytes:
             self._refuse(413)
         else:
             self._body.append(data)
@@ -246,10 +259,20 @@ class _ServerConnection(asyncio.Protocol):
 class Server:
     """Listens and hands requests to ``handler``. ``port`` 0 takes a free one."""
 
-    def __init__(self, handler: Handler, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        reuse_port: bool = False,
+    ) -> None:
         self._handler = handler
         self._host = host
         self._port = port
+        self._max_body_bytes = max_body_bytes
+        self._reuse_port = reuse_port
         self._server: asyncio.Server | None = None
         self._connections: set[_ServerConnection] = set()
 
@@ -273,10 +296,11 @@ class Server:
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(
-                lambda: _ServerConnection(self._handler, self._connections),
+                lambda: _ServerConnection(self._handler, self._connections, self._max_body_bytes),
                 self._host,
                 self._port,
                 backlog=4096,
+                reuse_port=self._reuse_port or None,
             )
         except OSError as error:
             raise EngineError(
@@ -285,10 +309,14 @@ class Server:
             ) from error
         self._port = self._server.sockets[0].getsockname()[1]
 
-    async def close(self) -> None:
-        """Stop listening and close every connection."""
+    def stop_listening(self) -> None:
+        """Take no new connection; those that are open go on."""
         if self._server is not None:
             self._server.close()
+
+    async def close(self) -> None:
+        """Stop listening and close every connection."""
+        self.stop_listening()
         for connection in tuple(self._connections):
             connection.abort()
         await asyncio.sleep(0)

@@ -118,8 +118,8 @@ class StreamReader:
                 self.counted = read_usage(usage)
 
 
-def read_whole(body: bytes) -> tuple[Answer, Counted, dict[str, Any]]:
-    """An unstreamed answer, its counts and the parsed document (empty when it is no object)."""
+def read_whole(body: bytes) -> tuple[Answer, Counted]:
+    """An unstreamed answer and its counts."""
     document = _parsed(body)
     usage = document.get("usage")
     counted = read_usage(usage) if isinstance(usage, dict) else NOTHING
@@ -134,7 +134,7 @@ def read_whole(body: bytes) -> tuple[Answer, Counted, dict[str, Any]]:
         counted.output_tokens,
         tuple(ids) if isinstance(ids, list) else (),
     )
-    return answer, counted, document
+    return answer, counted
 
 
 def read_usage(usage: Mapping[str, Any]) -> Counted:

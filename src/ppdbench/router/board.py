@@ -120,4 +120,6 @@ class ArrivalRate:
         return arrivals / min(max(now_s - first_s, 1.0), RATE_WINDOW_S)
 
     def _recent(self, cell: int, second: int) -> float:
-        return self._board.recent(f"arrivals_at_{cell}", f"arrivals_in_{cell}", second - RATE_WINDOW_S)
+        return self._board.recent(
+            f"arrivals_at_{cell}", f"arrivals_in_{cell}", second - RATE_WINDOW_S
+        )

@@ -124,7 +124,9 @@ class Chooser:
         if plan.home.name in without:
             home = self._place(without)
             decision = decide(self.policy, plan.features, home.role, holds_kv=False)
-            decision = replace(decision, reason="retry") if decision.route is COLD.route else decision
+            decision = (
+                replace(decision, reason="retry") if decision.route is COLD.route else decision
+            )
             plan = replace(plan, home=home, decision=decision, holds_kv=False)
         return replace(plan, prefill=self._prefill_for(plan.decision, without))
 
@@ -151,7 +153,7 @@ class Chooser:
             self.memory.put(speaker.explicit, named)
 
     def learn(self, plan: Plan, body: Mapping[str, Any], counted: Counted, now_s: float) -> None:
-        """Correct the estimates, and what is thought of the home's cache, by the server's counts."""
+        """Correct the estimates, and what is thought of the home's cache, by what was counted."""
         estimates = self.estimates(body)
         if counted.output_tokens:
             estimates.learn_output(counted.output_tokens)

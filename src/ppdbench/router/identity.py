@@ -122,9 +122,7 @@ def _canonical(value: object) -> bytes:
 
 def _is_text_part(part: object) -> bool:
     return (
-        isinstance(part, dict)
-        and part.get("type") == "text"
-        and isinstance(part.get("text"), str)
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
     )
 
 

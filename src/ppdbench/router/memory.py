@@ -164,9 +164,7 @@ class Memory:
 
     def _used_in(self, bucket: int) -> int:
         keys = self._buffer[bucket : bucket + _KEYS_BYTES]
-        return sum(
-            keys[at : at + KEY_BYTES] != _EMPTY for at in range(0, _KEYS_BYTES, KEY_BYTES)
-        )
+        return sum(keys[at : at + KEY_BYTES] != _EMPTY for at in range(0, _KEYS_BYTES, KEY_BYTES))
 
 
 def _directory(sizes: list[int], now_s: int) -> bytes:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ppdbench.cluster.contract import ClusterSpec, Node
 from ppdbench.core.topology import NodeSpec, Role
-from ppdbench.http.messages import Origin
+from ppdbench.http.messages import Headers, Origin
 from ppdbench.router.board import Board
 
 PER_NODE = (
@@ -22,7 +22,8 @@ GAUGES = ("running", "prefill_tokens")
 class Upstream:
     """A node and what is known of it; ``index`` is its place in the cluster file.
 
-    ``alive`` is this worker's own judgement (:mod:`ppdbench.router.health`); ``strikes`` counts
+    ``authorization`` is the node's own key as a header line, or nothing. ``alive`` is this worker's
+    own judgement (:mod:`ppdbench.router.health`); ``strikes`` counts
     failures, or successes of a dead node, in a row.
     """
 
@@ -30,6 +31,8 @@ class Upstream:
     node: Node
     spec: NodeSpec
     origin: Origin
+    authority: bytes
+    authorization: bytes
     board: Board
     alive: bool = True
     strikes: int = 0
@@ -56,6 +59,12 @@ class Upstream:
         self.board.share(f"{what}:{self.node.name}", value)
 
     @property
+    def authorization_pair(self) -> Headers:
+        """The node's own key as a header, or nothing."""
+        name, _, value = self.authorization.strip().partition(b": ")
+        return ((name, value),) if name else ()
+
+    @property
     def epoch(self) -> int:
         """The node's incarnation; KV of an earlier one is gone."""
         return int(self.shared("epoch"))
@@ -65,10 +74,7 @@ class Upstreams:
     """All nodes of the cluster in file order."""
 
     def __init__(self, spec: ClusterSpec, board: Board) -> None:
-        self.all = tuple(
-            Upstream(at, node, NodeSpec(node.name, node.role), Origin.parse(node.url), board)
-            for at, node in enumerate(spec.nodes)
-        )
+        self.all = tuple(_upstream(at, node, board) for at, node in enumerate(spec.nodes))
         self.homes = tuple(node for node in self.all if node.role.decodes)
         self.prefills = tuple(node for node in self.all if node.role is Role.P)
         self._by_name = {node.name: node for node in self.all}
@@ -84,6 +90,20 @@ class Upstreams:
         """The node a note names, if it still is one that decodes."""
         node = self.all[index] if index < len(self.all) else None
         return node if node is not None and node.role.decodes else None
+
+
+def _upstream(at: int, node: Node, board: Board) -> Upstream:
+    origin = Origin.parse(node.url)
+    lines = (f"{name.lower()}: {value}\r\n" for name, value in node.headers().items())
+    return Upstream(
+        index=at,
+        node=node,
+        spec=NodeSpec(node.name, node.role),
+        origin=origin,
+        authority=origin.authority.encode(),
+        authorization="".join(lines).encode(),
+        board=board,
+    )
 
 
 def board_names(spec: ClusterSpec) -> Iterable[str]:

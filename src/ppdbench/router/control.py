@@ -1,0 +1,86 @@
+"""The control path on aiohttp: models, health, metrics, decisions, and what passes through.
+
+The data path owns the port. A control request is played to aiohttp's own protocol through an
+in-memory transport, so both live on one port and nothing else listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from ppdbench.http.server import Incoming, Responder
+
+
+class ReplayTransport(asyncio.Transport):
+    """Takes what aiohttp writes and gives it to the client; closing it ends the answer."""
+
+    def __init__(self, responder: Responder) -> None:
+        super().__init__()
+        self._responder = responder
+        self._closed = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._responder.pass_on(bytes(data))
+
+    def is_closing(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._responder.hang_up()
+
+    def abort(self) -> None:
+        self.close()
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:  # noqa: ANN401, ARG002
+        return default
+
+
+class ControlPath:
+    """An aiohttp application behind :meth:`handle`."""
+
+    def __init__(self, application: web.Application) -> None:
+        self._runner = web.AppRunner(application, access_log=None, keepalive_timeout=0.0)
+        self._make: Callable[[], asyncio.Protocol] | None = None
+
+    async def start(self) -> None:
+        await self._runner.setup()
+        self._make = self._runner.server
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+    def handle(self, incoming: Incoming, responder: Responder) -> None:
+        """Answer one request; its connection is closed afterwards."""
+        assert self._make is not None
+        protocol = self._make()
+        transport = ReplayTransport(responder)
+        responder.on_gone = lambda: protocol.connection_lost(None)
+        protocol.connection_made(transport)
+        protocol.data_received(_rendered(incoming))
+
+
+def _rendered(incoming: Incoming) -> bytes:
+    """The request again, its body whole, asking for the connection to be closed."""
+    drop = (b"connection", b"transfer-encoding", b"content-length", b"expect", b"upgrade")
+    lines = [f"{incoming.method} {incoming.target} HTTP/1.1".encode("latin-1")]
+    lines += [name + b": " + value for name, value in incoming.headers if name not in drop]
+    lines += [b"connection: close", b"content-length: %d" % len(incoming.body)]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + incoming.body

@@ -1,0 +1,97 @@
+"""Which nodes are in. Broken connections count at once; beside them ``/health`` is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+
+from ppdbench.http.client import Pool
+from ppdbench.http.errors import ConnectError, HttpError
+from ppdbench.http.messages import Origin, Request
+from ppdbench.router.config import HealthRule
+from ppdbench.router.nodes import Upstream, Upstreams
+
+_START_TIME = re.compile(rb"^process_start_time_seconds(?:\{[^}]*\})?\s+([0-9.e+]+)", re.MULTILINE)
+ROUNDS_PER_EPOCH_CHECK = 6
+
+
+class Health:
+    """Judges nodes for one worker; nobody else changes ``alive`` and ``strikes``."""
+
+    def __init__(self, upstreams: Upstreams, pool: Pool, rule: HealthRule) -> None:
+        self._upstreams = upstreams
+        self._pool = pool
+        self._rule = rule
+
+    def failed(self, node: Upstream, error: HttpError) -> None:
+        """A turn broke at ``node``. A refused connection means that nobody is there."""
+        node.add("failures")
+        self._strike(node, self._rule.down_after if isinstance(error, ConnectError) else 1)
+
+    def answered(self, node: Upstream, at_s: float) -> None:
+        """``node`` sent bytes, so it lives, however slowly it answers ``/health``."""
+        node.progress_at_s = at_s
+        if node.alive:
+            node.strikes = 0
+
+    async def watch(self) -> None:
+        """Ask every node for ever."""
+        rounds = 0
+        while True:
+            check = rounds % ROUNDS_PER_EPOCH_CHECK == 0
+            nodes = self._upstreams.all
+            await asyncio.gather(*(self.ask(node, check_epoch=check) for node in nodes))
+            await asyncio.sleep(self._rule.every_s)
+            rounds += 1
+
+    async def ask(self, node: Upstream, *, check_epoch: bool = False) -> None:
+        """One round for one node."""
+        asked_at_s = time.monotonic()
+        request = Request("GET", "/health", node.authorization_pair)
+        try:
+            answer = await self._pool.fetch(node.origin, request, timeout_s=self._rule.timeout_s)
+        except HttpError as error:
+            busy = node.progress_at_s >= asked_at_s and not isinstance(error, ConnectError)
+            if not busy:
+                self._strike(node, 1)
+            return
+        if not answer.ok:
+            self._strike(node, 1)
+        elif self._good(node) or check_epoch:
+            await self._renew(node)
+
+    def _strike(self, node: Upstream, count: int) -> None:
+        if not node.alive:
+            node.strikes = 0
+            return
+        node.strikes += count
+        if node.strikes >= self._rule.down_after:
+            node.alive = False
+            node.strikes = 0
+
+    def _good(self, node: Upstream) -> bool:
+        """Whether this good answer brought a dead node back."""
+        if node.alive:
+            node.strikes = 0
+            return False
+        node.strikes += 1
+        if node.strikes < self._rule.up_after:
+            return False
+        node.alive = True
+        node.strikes = 0
+        node.share("epoch", node.epoch + 1)
+        return True
+
+    async def _renew(self, node: Upstream) -> None:
+        """Take the process's start time for its epoch, where the node tells it."""
+        request = Request("GET", "/metrics", node.authorization_pair)
+        try:
+            answer = await self._pool.fetch(
+                Origin.parse(node.node.metrics_url), request, timeout_s=self._rule.timeout_s
+            )
+        except HttpError:
+            return
+        match = _START_TIME.search(answer.body)
+        if match is not None:
+            node.share("epoch", int(float(match[1])))

@@ -1,0 +1,203 @@
+"""The two kinds of answer a turn waits for: P's, kept whole, and the one passed to the client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ppdbench.http.client import Exchange
+from ppdbench.http.errors import HttpError
+from ppdbench.http.messages import Head, Headers
+from ppdbench.http.server import Responder
+from ppdbench.router.answer import (
+    NOTHING,
+    Counted,
+    StreamReader,
+    carries_token,
+    read_whole,
+    without_usage,
+)
+from ppdbench.router.identity import Answer
+from ppdbench.router.wire import error_event, response_headers
+
+TAIL_LIMIT_BYTES = 1024 * 1024
+"""A stream's unfinished event is held back up to here, so that none is ever cut in the middle."""
+
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+
+
+class WholeLeg:
+    """Collects an answer and hands it over; ``began`` says whether its head has come."""
+
+    __slots__ = ("_failed", "_head", "_parts", "_whole", "at_s")
+
+    def __init__(
+        self, whole: Callable[[Head, bytes], None], failed: Callable[[HttpError], None]
+    ) -> None:
+        self._whole = whole
+        self._failed = failed
+        self._head: Head | None = None
+        self._parts: list[bytes] = []
+        self.at_s = 0.0
+
+    @property
+    def began(self) -> bool:
+        return self._head is not None
+
+    def on_head(self, head: Head, at_s: float) -> None:
+        self._head = head
+        self.at_s = at_s
+
+    def on_body(self, data: bytes, at_s: float) -> None:
+        self._parts.append(data)
+        self.at_s = at_s
+
+    def on_end(self, at_s: float) -> None:  # noqa: ARG002
+        assert self._head is not None
+        self._whole(self._head, b"".join(self._parts))
+
+    def on_failure(self, error: HttpError, at_s: float) -> None:  # noqa: ARG002
+        self._failed(error)
+
+
+class AnswerOwner(Protocol):
+    """Hears once how an answer ended."""
+
+    def answered(self) -> None:
+        """It reached the client whole."""
+        ...
+
+    def broke(self, error: HttpError) -> None:
+        """It did not come, or not whole."""
+        ...
+
+
+class AnswerLeg:
+    """Passes an answer on: a stream event by event, anything else when it is whole.
+
+    Nothing reaches the client before the first byte of a body has come, so until ``began`` the
+    turn may be tried elsewhere. ``first_at_s`` and ``last_at_s`` are the reads that brought the
+    first and the last token. ``strip_usage`` withholds the counts that only the router asked for.
+    """
+
+    __slots__ = (
+        "_body", "_extra", "_held", "_owner", "_reader", "_responder", "_strip_usage", "answer",
+        "at_s", "began", "counted", "exchange", "first_at_s", "head", "last_at_s", "streaming",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        owner: AnswerOwner,
+        responder: Responder,
+        extra: Headers,
+        field: str,
+        *,
+        strip_usage: bool,
+    ) -> None:
+        self._owner = owner
+        self._responder = responder
+        self._extra = extra
+        self._strip_usage = strip_usage
+        self._reader = StreamReader(field)
+        self._body: list[bytes] = []
+        self._held = b""
+        self.exchange: Exchange | None = None
+        self.head: Head | None = None
+        self.answer: Answer | None = None
+        self.counted: Counted = NOTHING
+        self.began = False
+        self.streaming = False
+        self.at_s = 0.0
+        self.first_at_s: float | None = None
+        self.last_at_s: float | None = None
+
+    @property
+    def status(self) -> int:
+        return 0 if self.head is None else self.head.status
+
+    # Sink
+
+    def on_head(self, head: Head, at_s: float) -> None:
+        self.head = head
+        self.at_s = at_s
+        kind = head.get(b"content-type")
+        self.streaming = kind is not None and kind.startswith(b"text/event-stream")
+
+    def on_body(self, data: bytes, at_s: float) -> None:
+        self.at_s = at_s
+        if not self.streaming:
+            self._body.append(data)
+            return
+        if self._held or not data.endswith(b"\n\n"):
+            data = self._whole_events(data)
+        if data:
+            self._pass_on(data, at_s)
+
+    def on_end(self, at_s: float) -> None:
+        if self.streaming:
+            self._end_stream(at_s)
+        else:
+            self._send_whole(at_s)
+        self._owner.answered()
+
+    def on_failure(self, error: HttpError, at_s: float) -> None:  # noqa: ARG002
+        self._owner.broke(error)
+
+    def fail_inside(self, message: str, kind: str, status: int) -> None:
+        """Say inside the stream that it will not go on; an answer already cut off is dropped."""
+        if self.streaming and not self._responder.gone:
+            self._responder.write(error_event(message, kind, status))
+            self._responder.end()
+        else:
+            self._responder.abort()
+
+    def _pass_on(self, data: bytes, at_s: float) -> None:
+        if not self.began:
+            self._begin()
+        if self.first_at_s is None:
+            if carries_token(data):
+                self.first_at_s = self.last_at_s = at_s
+        elif b'"choices":[{' in data or carries_token(data):
+            self.last_at_s = at_s
+        self._reader.feed(data)
+        if self._strip_usage and b'"usage"' in data:
+            data = without_usage(data)
+        self._responder.write(data)
+        if self._responder.congested and self.exchange is not None:
+            self.exchange.pause()
+
+    def _begin(self) -> None:
+        assert self.head is not None
+        self.began = True
+        self._responder.on_writable = self._go_on
+        self._responder.start(self.head.status, self._extra + response_headers(self.head))
+
+    def _go_on(self) -> None:
+        if self.exchange is not None:
+            self.exchange.resume()
+
+    def _whole_events(self, data: bytes) -> bytes:
+        """The part of what is held and ``data`` up to the last event's end; the rest is held."""
+        data = self._held + data
+        end = max(data.rfind(mark) + len(mark) if mark in data else 0 for mark in _EVENT_ENDS)
+        if not end and len(data) > TAIL_LIMIT_BYTES:
+            end = len(data)
+        self._held = data[end:]
+        return data[:end]
+
+    def _end_stream(self, at_s: float) -> None:
+        held, self._held = self._held, b""
+        if held or not self.began:
+            self._pass_on(held, at_s)
+        self.answer = self._reader.end()
+        self.counted = self._reader.counted
+        self._responder.end()
+
+    def _send_whole(self, at_s: float) -> None:
+        assert self.head is not None
+        self.began = True
+        body = b"".join(self._body)
+        self._responder.send(self.head.status, body, self._extra + response_headers(self.head))
+        self.first_at_s = self.last_at_s = at_s
+        if self.head.status == 200:
+            self.answer, self.counted = read_whole(body)

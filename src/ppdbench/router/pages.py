@@ -1,0 +1,210 @@
+"""What the control path answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from ppdbench.core.decision import Route
+from ppdbench.http.errors import HttpError
+from ppdbench.http.messages import Request, Response
+from ppdbench.router.metrics import HISTOGRAMS, OUTCOMES, PLAIN, REASONS, SECONDS
+from ppdbench.router.nodes import Upstream, Upstreams
+from ppdbench.router.turns import Services
+from ppdbench.router.wire import error_body, request_headers, response_headers
+
+DECISIONS_SHOWN = 100
+GAUGES = frozenset({"in_flight", "drift_alarm"})
+
+
+def make_application(services: Services, upstreams: Upstreams) -> web.Application:
+    """The aiohttp application of one worker."""
+    pages = Pages(services, upstreams)
+    application = web.Application(client_max_size=services.config.max_body_bytes)
+    application.add_routes(
+        [
+            web.get("/health", pages.health),
+            web.get("/ready", pages.ready),
+            web.get("/metrics", pages.metrics),
+            web.get("/v1/models", pages.models),
+            web.get("/ppd/decisions", pages.decisions),
+            web.get("/ppd/state", pages.state),
+            web.route("*", "/v1/{rest:.*}", pages.pass_through),
+        ]
+    )
+    return application
+
+
+class Pages:
+    """Handlers; each is a coroutine from a request to a response."""
+
+    def __init__(self, services: Services, upstreams: Upstreams) -> None:
+        self._services = services
+        self._upstreams = upstreams
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_BoardCollector(services, upstreams))
+
+    async def health(self, _: web.Request) -> web.Response:
+        """This process lives."""
+        return web.Response()
+
+    async def ready(self, _: web.Request) -> web.Response:
+        """Turns can be served: a home is alive, and a P where the cluster has some."""
+        homes = any(node.alive for node in self._upstreams.homes)
+        prefills = not self._upstreams.prefills or any(
+            node.alive for node in self._upstreams.prefills
+        )
+        ready = homes and prefills
+        return web.json_response({"ready": ready}, status=200 if ready else 503)
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        return web.Response(
+            body=generate_latest(self._registry),
+            headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+    async def models(self, request: web.Request) -> web.Response:
+        """From the first node that answers, so also with one down."""
+        for node in sorted(self._upstreams.all, key=lambda node: not node.alive):
+            try:
+                answer = await self._ask(node, request, b"")
+            except HttpError:
+                continue
+            if answer.ok:
+                return _passed_on(answer)
+        return _error(503, "no node answers /v1/models", "ServiceUnavailableError")
+
+    async def decisions(self, request: web.Request) -> web.Response:
+        """The newest receipts of all workers, the newest first."""
+        try:
+            limit = int(request.query.get("limit", DECISIONS_SHOWN))
+        except ValueError:
+            return _error(400, "limit must be a whole number", "BadRequestError")
+        latest = self._services.receipts.latest(max(0, min(limit, 10_000)))
+        return web.json_response({"decisions": latest})
+
+    async def state(self, _: web.Request) -> web.Response:
+        """Nodes and what is remembered."""
+        services = self._services
+        return web.json_response(
+            {
+                "policy": services.chooser.policy.name,
+                "in_flight": int(services.metrics.board.total("in_flight")),
+                "nodes": [_node(node) for node in self._upstreams.all],
+                "memory": {
+                    "capacity": services.chooser.memory.capacity,
+                    "used": services.chooser.memory.used(),
+                    "evicted": services.chooser.memory.evicted,
+                },
+            }
+        )
+
+    async def pass_through(self, request: web.Request) -> web.Response:
+        """What is no turn goes, unchanged, to a node that can do everything alone."""
+        alone = [node for node in self._upstreams.homes if node.alive]
+        if not alone:
+            return _error(501, f"{request.path} needs a living R, D or pD node", "NotImplemented")
+        alone.sort(key=lambda node: (not node.role.needs_prefill_node, node.total("running")))
+        try:
+            return _passed_on(await self._ask(alone[0], request, await request.read()))
+        except HttpError as error:
+            return _error(502, f"{alone[0].name}: {error}", "BadGatewayError")
+
+    async def _ask(self, node: Upstream, request: web.Request, body: bytes) -> Response:
+        raw = tuple((name.lower(), value) for name, value in request.raw_headers)
+        keep = not self._services.config.client_keys
+        lines = request_headers(raw, keep_authorization=keep).split(b"\r\n")[:-1]
+        headers = tuple((n, v) for n, _, v in (line.partition(b": ") for line in lines))
+        return await self._services.pool.fetch(
+            node.origin,
+            Request(request.method, request.raw_path, node.authorization_pair + headers, body),
+            timeout_s=self._services.config.timeouts.first_byte_s,
+        )
+
+
+def _passed_on(answer: Response) -> web.Response:
+    headers = [(n.decode("latin-1"), v.decode("latin-1")) for n, v in response_headers(answer.head)]
+    return web.Response(status=answer.head.status, body=answer.body, headers=headers)
+
+
+def _error(status: int, message: str, kind: str) -> web.Response:
+    return web.Response(
+        status=status, body=error_body(message, kind, status), content_type="application/json"
+    )
+
+
+def _node(node: Upstream) -> dict[str, Any]:
+    return {
+        "name": node.name,
+        "role": node.role.value,
+        "url": node.node.url,
+        "alive": node.alive,
+        "running": int(node.total("running")),
+        "prefill_tokens": int(node.total("prefill_tokens")),
+        "epoch": node.epoch,
+    }
+
+
+class _BoardCollector:
+    """Prometheus families read from the board at the scrape, summed over the workers."""
+
+    def __init__(self, services: Services, upstreams: Upstreams) -> None:
+        self._services = services
+        self._upstreams = upstreams
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._plain()
+        yield self._routes()
+        yield self._outcomes()
+        yield from self._nodes()
+        yield from map(self._histogram, HISTOGRAMS)
+
+    def _plain(self) -> Iterator[Metric]:
+        board = self._services.metrics.board
+        for name in PLAIN:
+            kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
+            yield kind(f"ppd_{name}", f"ppd {name}", value=board.total(name))
+
+    def _routes(self) -> Metric:
+        board = self._services.metrics.board
+        family = CounterMetricFamily("ppd_turns", "Turns by decision", labels=["route", "reason"])
+        for route in Route:
+            for reason in REASONS:
+                count = board.total(f"route:{route}:{reason}")
+                if count:
+                    family.add_metric([route.value, reason], count)
+        return family
+
+    def _outcomes(self) -> Metric:
+        board = self._services.metrics.board
+        family = CounterMetricFamily("ppd_outcomes", "How turns ended", labels=["outcome"])
+        for outcome in OUTCOMES:
+            family.add_metric([outcome], board.total(f"outcome:{outcome}"))
+        return family
+
+    def _nodes(self) -> Iterator[Metric]:
+        for what in ("running", "prefill_tokens", "requests", "failures"):
+            kind = CounterMetricFamily if what in ("requests", "failures") else GaugeMetricFamily
+            family = kind(f"ppd_node_{what}", f"{what} by node", labels=["node"])
+            for node in self._upstreams.all:
+                family.add_metric([node.name], node.total(what))
+            yield family
+        alive = GaugeMetricFamily("ppd_node_alive", "As this worker sees it", labels=["node"])
+        for node in self._upstreams.all:
+            alive.add_metric([node.name], float(node.alive))
+        yield alive
+
+    def _histogram(self, name: str) -> Metric:
+        board = self._services.metrics.board
+        total, buckets = 0.0, []
+        for at, limit in enumerate((*map(str, SECONDS), "+Inf")):
+            total += board.total(f"{name}:{at}")
+            buckets.append((limit, total))
+        family = HistogramMetricFamily(f"ppd_{name.removesuffix('_s')}_seconds", f"{name}")
+        family.add_metric([], buckets=buckets, sum_value=board.total(f"{name}:sum"))
+        return family

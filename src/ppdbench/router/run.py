@@ -1,0 +1,129 @@
+"""From a configuration to served requests: one worker here, or several that share the port."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from mmap import mmap
+
+import uvloop
+
+from ppdbench.core.errors import EngineError
+from ppdbench.policy.base import Policy
+from ppdbench.policy.parse import parse_policy
+from ppdbench.router.config import RouterConfig
+from ppdbench.router.shared import Shared, gauge_names, make_buffer
+from ppdbench.router.worker import Router, serve_until_told
+
+
+def load_policy(config: RouterConfig) -> Policy:
+    """The policy that the configuration names.
+
+    Raises:
+        UsageError: an unknown name, or a table that does not fit the cluster.
+    """
+    return parse_policy(config.policy, lambda path: _table_policy(config, path))
+
+
+def _table_policy(config: RouterConfig, path: str) -> Policy:
+    from ppdbench.policy.table import load_table_policy
+
+    return load_table_policy(path, str(config.cluster.topology))
+
+
+def run(config: RouterConfig, ready: Callable[[str], None]) -> None:
+    """Serve until told to stop. ``ready`` gets the URL once the port is open.
+
+    Raises:
+        UsageError: options that do not fit together.
+        EngineError: the port is taken.
+    """
+    policy = load_policy(config)
+    buffer = make_buffer(config)
+    if config.workers == 1:
+        _work(config, policy, buffer, 0, ready)
+    else:
+        _Crew(config, policy, buffer, ready).work()
+
+
+def _work(
+    config: RouterConfig,
+    policy: Policy,
+    buffer: mmap,
+    worker: int,
+    ready: Callable[[str], None],
+) -> None:
+    async def serve() -> None:
+        router = Router(config, policy, Shared.over(buffer, config, worker))
+        await serve_until_told(router, ready)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve())
+
+
+class _Crew:
+    """The parent of several workers: forks them, passes signals on, replaces one that dies.
+
+    They share the port by ``SO_REUSEPORT`` and the memory by inheritance. A worker that dies
+    before the port was open ends all with its exit code.
+    """
+
+    def __init__(
+        self, config: RouterConfig, policy: Policy, buffer: mmap, ready: Callable[[str], None]
+    ) -> None:
+        self._config = config
+        self._policy = policy
+        self._buffer = buffer
+        self._ready = ready
+        self._pids: dict[int, int] = {}
+        self._stopping = False
+
+    def work(self) -> None:
+        """Run until all workers have ended."""
+        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGINT, self._stop)
+        signal.signal(signal.SIGHUP, self._pass_on)
+        for worker in range(self._config.workers):
+            self._fork(worker)
+        self._ready(f"http://{self._config.host}:{self._config.port}")
+        while self._pids:
+            pid, status = os.wait()
+            worker = self._pids.pop(pid, -1)
+            if worker >= 0 and not self._stopping:
+                self._replace(worker, os.waitstatus_to_exitcode(status))
+
+    def _replace(self, worker: int, code: int) -> None:
+        if code == EngineError.exit_code:
+            self._stop()
+            raise EngineError(
+                f"cannot listen on {self._config.host}:{self._config.port}; choose another --port"
+            )
+        shared = Shared.over(self._buffer, self._config, worker)
+        shared.board.clear(gauge_names(self._config.cluster))
+        self._fork(worker)
+
+    def _fork(self, worker: int) -> None:
+        pid = os.fork()
+        if pid:
+            self._pids[pid] = worker
+            return
+        code = 1
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            _work(self._config, self._policy, self._buffer, worker, lambda _: None)
+            code = 0
+        except EngineError as error:
+            code = error.exit_code
+        finally:
+            os._exit(code)
+
+    def _stop(self, *_: object) -> None:
+        self._stopping = True
+        self._pass_on(signal.SIGTERM)
+
+    def _pass_on(self, number: int, *_: object) -> None:
+        for pid in self._pids:
+            os.kill(pid, number)

@@ -1,0 +1,431 @@
+"""One turn on its way through: to P, to its home, back to the client. Callbacks, no task per turn.
+
+The plan is made first, purely. Then the turn asks P if the plan says so, asks the home, and passes
+the answer on. Whatever happens, it ends exactly once, in ``_finish``, which gives back every count
+that it took.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from ppdbench.cluster.nixl import PARAMS, Prefilled, prefill_body, read_prefilled, release_body
+from ppdbench.core.decision import Route
+from ppdbench.core.errors import EngineError
+from ppdbench.http.client import Exchange, Pool
+from ppdbench.http.errors import CancelledExchangeError, HttpError
+from ppdbench.http.messages import Head, Headers
+from ppdbench.http.server import Incoming, Responder
+from ppdbench.router.choose import Chooser, NoNodeError, Plan
+from ppdbench.router.config import RouterConfig
+from ppdbench.router.health import Health
+from ppdbench.router.legs import AnswerLeg, WholeLeg
+from ppdbench.router.metrics import Metrics
+from ppdbench.router.nodes import Upstream
+from ppdbench.router.receipts import Receipts
+from ppdbench.router.wire import (
+    error_body,
+    receipt_headers,
+    render,
+    request_headers,
+    response_headers,
+    spliced,
+)
+
+TEXT_FIELDS = {"/v1/completions": "text", "/v1/chat/completions": "content"}
+"""The endpoints that are turns, and where their answers keep the text."""
+
+JSON: Headers = ((b"content-type", b"application/json"),)
+RETRY_SOON: Headers = (*JSON, (b"retry-after", b"1"))
+SESSION_HEADER = b"x-session-id"
+OVERRIDE_HEADER = b"x-ppd-force-route"
+
+
+@dataclass(slots=True, eq=False)
+class Services:
+    """What the turns of one worker share. ``clock_offset_s`` makes wall time of monotonic time."""
+
+    config: RouterConfig
+    pool: Pool
+    chooser: Chooser
+    health: Health
+    metrics: Metrics
+    receipts: Receipts
+    turns: set[TurnInFlight] = field(default_factory=set)
+    clock_offset_s: float = field(default_factory=lambda: time.time() - time.monotonic())
+
+
+class BadRequestError(Exception):
+    """A request that no engine could read."""
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """The body as an object.
+
+    Raises:
+        BadRequestError: it is none.
+    """
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRequestError(f"the body is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise BadRequestError(f"the body is a JSON {type(body).__name__}, not an object")
+    return body
+
+
+class TurnInFlight:
+    """A request, from its last byte to the last byte of its answer."""
+
+    __slots__ = (
+        "_body", "_exchange", "_headers", "_incoming", "_leg", "_plan", "_prefilled", "_responder",
+        "_retried", "_running_on", "_services", "_took_prefill_tokens", "_whole", "deadline_s",
+        "decide_s", "outcome",
+    )  # fmt: skip
+
+    def __init__(self, services: Services, incoming: Incoming, responder: Responder) -> None:
+        self._services = services
+        self._incoming = incoming
+        self._responder = responder
+        self._body: dict[str, Any] = {}
+        self._headers = b""
+        self._plan: Plan | None = None
+        self._exchange: Exchange | None = None
+        self._whole: WholeLeg | None = None
+        self._leg: AnswerLeg | None = None
+        self._prefilled: Prefilled | None = None
+        self._running_on: Upstream | None = None
+        self._took_prefill_tokens = 0
+        self._retried = False
+        self.deadline_s = 0.0
+        self.decide_s = 0.0
+        self.outcome = ""
+
+    def __repr__(self) -> str:
+        return f"<TurnInFlight {self._plan and self._plan.decision} {self.outcome or 'under way'}>"
+
+    # the way forward
+
+    def begin(self) -> None:
+        """Plan and send."""
+        services = self._services
+        services.turns.add(self)
+        services.metrics.board.add("in_flight")
+        self._responder.on_gone = self._client_gone
+        try:
+            self._body = parse_body(self._incoming.body)
+            self._plan = self._make_plan()
+        except BadRequestError as error:
+            self._refuse(400, str(error), "BadRequestError", "bad_request")
+        except NoNodeError as error:
+            self._refuse(503, str(error), "ServiceUnavailableError", "no_node")
+        else:
+            keep = not services.config.client_keys
+            self._headers = request_headers(self._incoming.headers, keep_authorization=keep)
+            self._send()
+
+    def overdue(self, now_s: float) -> bool:
+        """Whether its phase lasts longer than it may."""
+        leg = self._leg
+        if leg is not None and leg.at_s:
+            return now_s - leg.at_s > self._services.config.timeouts.silence_s
+        return now_s > self.deadline_s
+
+    def give_up(self) -> None:
+        """End it for want of an answer."""
+        self._stop()
+        self._fail("the node gave no answer in time", "TimeoutError", 504, "timeout")
+
+    def _make_plan(self) -> Plan:
+        started_s = time.perf_counter()
+        incoming, services = self._incoming, self._services
+        now_s = incoming.received_at_s + services.clock_offset_s
+        plan = services.chooser.plan(
+            self._body, incoming.get(SESSION_HEADER), now_s, self._forced_route()
+        )
+        self.decide_s = time.perf_counter() - started_s
+        services.metrics.route(plan.decision.route, plan.decision.reason)
+        return plan
+
+    def _forced_route(self) -> Route | None:
+        wish = self._incoming.get(OVERRIDE_HEADER)
+        if wish is None or not self._services.config.allow_override:
+            return None
+        try:
+            return Route(wish.decode("latin-1"))
+        except ValueError:
+            known = f"{Route.REMOTE}, {Route.LOCAL}"
+            raise BadRequestError(
+                f"{OVERRIDE_HEADER.decode()}: {wish!r} is no route; use one of {known}"
+            ) from None
+
+    def _send(self) -> None:
+        plan = self._current
+        self._run_on(plan.home)
+        if plan.prefill is not None:
+            self._ask_prefill(plan, plan.prefill)
+        else:
+            self._ask_home(plan, {PARAMS: None} if PARAMS in self._body else {})
+
+    def _ask_prefill(self, plan: Plan, node: Upstream) -> None:
+        self._took_prefill_tokens = plan.features.context_tokens + plan.features.new_tokens
+        node.add("prefill_tokens", self._took_prefill_tokens)
+        self._whole = WholeLeg(self._prefill_answered, self._prefill_failed)
+        body = orjson.dumps(prefill_body(self._body))
+        self._start(node, body, self._whole, self._services.config.timeouts.prefill_s)
+
+    def _ask_home(self, plan: Plan, extra: dict[str, Any]) -> None:
+        extra, strip = self._with_usage(extra)
+        receipt = receipt_headers(plan.decision, plan.home.name)
+        field_name = TEXT_FIELDS[self._incoming.path]
+        self._leg = AnswerLeg(self, self._responder, receipt, field_name, strip_usage=strip)
+        body = spliced(self._incoming.body, self._body, extra)
+        self._start(plan.home, body, self._leg, self._services.config.timeouts.first_byte_s)
+        self._leg.exchange = self._exchange
+
+    def _with_usage(self, extra: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """Ask for a stream's counts; whether they are to be kept from a client that did not."""
+        options = self._body.get("stream_options")
+        if not self._body.get("stream") or not isinstance(options, dict | None):
+            return extra, False
+        if options and options.get("include_usage"):
+            return extra, False
+        return {**extra, "stream_options": {**(options or {}), "include_usage": True}}, True
+
+    def _start(
+        self, node: Upstream, body: bytes, sink: WholeLeg | AnswerLeg, limit_s: float
+    ) -> None:
+        node.add("requests")
+        self.deadline_s = time.monotonic() + limit_s
+        wire = render(node, "POST", self._incoming.target, self._headers, body)
+        self._exchange = self._services.pool.start_raw(node.origin, wire, sink)
+
+    # what P says
+
+    def _prefill_answered(self, head: Head, raw: bytes) -> None:
+        plan = self._current
+        node = self._leave_prefill(plan)
+        self._services.health.answered(node, time.monotonic())
+        if head.status != 200:
+            self._prefill_refused(plan, node, head, raw)
+            return
+        try:
+            self._prefilled = read_prefilled(parse_body(raw))
+        except (EngineError, BadRequestError) as error:
+            self._fail(f"{node.name}: {error}", "BadGatewayError", 502, "broken")
+            return
+        self._ask_home(plan, {PARAMS: self._prefilled.params})
+
+    def _prefill_refused(self, plan: Plan, node: Upstream, head: Head, raw: bytes) -> None:
+        if head.status >= 500 and self._try_again({node.name}):
+            return
+        extra = receipt_headers(plan.decision, node.name)
+        self._responder.send(head.status, raw, extra + response_headers(head))
+        self._finish("upstream_5xx" if head.status >= 500 else "upstream_4xx")
+
+    def _prefill_failed(self, error: HttpError) -> None:
+        if isinstance(error, CancelledExchangeError):
+            return
+        node = self._leave_prefill(self._current)
+        self._services.health.failed(node, error)
+        if not self._try_again({node.name}):
+            self._fail(f"{node.name}: {error}", "BadGatewayError", 502, "broken")
+
+    def _leave_prefill(self, plan: Plan) -> Upstream:
+        assert plan.prefill is not None
+        plan.prefill.add("prefill_tokens", -self._took_prefill_tokens)
+        self._took_prefill_tokens = 0
+        self._whole = None
+        return plan.prefill
+
+    # what the home says
+
+    def answered(self) -> None:
+        """The home's answer reached the client whole."""
+        leg, plan = self._answer_leg, self._current
+        self._services.health.answered(plan.home, leg.at_s)
+        if leg.status != 200:
+            self._finish("upstream_5xx" if leg.status >= 500 else "upstream_4xx")
+            return
+        now_s = leg.at_s + self._services.clock_offset_s
+        chooser = self._services.chooser
+        chooser.learn(plan, self._body, leg.counted, now_s)
+        chooser.note(plan, leg.answer, self._prompt_tokens(leg), now_s)
+        self._finish("ok")
+
+    def broke(self, error: HttpError) -> None:
+        """The home's answer did not come, or not whole."""
+        if isinstance(error, CancelledExchangeError):
+            return
+        plan = self._current
+        self._services.health.failed(plan.home, error)
+        if not self._answer_leg.began and self._try_again({plan.home.name}):
+            return
+        self._fail(f"{plan.home.name}: {error}", "BadGatewayError", 502, "broken")
+
+    def _prompt_tokens(self, leg: AnswerLeg) -> int:
+        """By the home's count, else by P's, else as estimated."""
+        if leg.counted.prompt_tokens is not None:
+            return leg.counted.prompt_tokens
+        if self._prefilled is not None and self._prefilled.prompt_tokens is not None:
+            return self._prefilled.prompt_tokens
+        features = self._current.features
+        return features.context_tokens + features.new_tokens
+
+    # the way back
+
+    def _try_again(self, without: set[str]) -> bool:
+        """Once, elsewhere, as long as the client has seen nothing; whether that could be begun."""
+        if self._retried or self._responder.gone:
+            return False
+        try:
+            plan = self._services.chooser.again(self._current, without)
+        except NoNodeError:
+            return False
+        self._retried = True
+        self._services.metrics.board.add("retries")
+        self._release(plan.home)
+        self._plan = plan
+        self._leg = None
+        self._send()
+        return True
+
+    def _client_gone(self) -> None:
+        """Cancel whatever runs; P must not be left holding blocks that nobody will fetch."""
+        leg = self._leg
+        fetched = leg is not None and leg.began
+        self._stop()
+        if not fetched:
+            self._release(self._current.home)
+        self._finish("client_gone")
+
+    def _stop(self) -> None:
+        if self._exchange is not None:
+            self._exchange.cancel()
+        if self._took_prefill_tokens:
+            self._leave_prefill(self._current)
+
+    def _release(self, node: Upstream) -> None:
+        """Tell P through ``node`` that its blocks are free."""
+        prefilled, self._prefilled = self._prefilled, None
+        if prefilled is None:
+            return
+        self._services.metrics.board.add("releases")
+        body = orjson.dumps(release_body(prefilled))
+        wire = render(node, "POST", "/v1/completions", b"content-type: application/json\r\n", body)
+        self._services.pool.start_raw(node.origin, wire, WholeLeg(_ignore, _ignore))
+
+    def _fail(self, message: str, kind: str, status: int, outcome: str) -> None:
+        leg = self._leg
+        if leg is not None and leg.began:
+            leg.fail_inside(message, kind, status)
+            self._finish(outcome)
+        else:
+            if self._prefilled is not None:
+                self._release(self._current.home)
+            self._refuse(status, message, kind, outcome)
+
+    def _refuse(self, status: int, message: str, kind: str, outcome: str) -> None:
+        headers = JSON if status < 500 else RETRY_SOON
+        if self._plan is not None:
+            headers += receipt_headers(self._plan.decision, self._plan.home.name)
+        self._responder.send(status, error_body(message, kind, status), headers)
+        self._finish(outcome)
+
+    def _finish(self, outcome: str) -> None:
+        """Give back what was taken; the first end counts."""
+        if self.outcome:
+            return
+        self.outcome = outcome
+        services = self._services
+        services.turns.discard(self)
+        services.metrics.board.add("in_flight", -1)
+        self._run_on(None)
+        services.metrics.outcome(outcome)
+        if self._plan is not None:
+            self._account(self._plan)
+
+    def _run_on(self, node: Upstream | None) -> None:
+        """Count the turn as running on ``node`` and nowhere else."""
+        if self._running_on is not None:
+            self._running_on.add("running", -1)
+        if node is not None:
+            node.add("running")
+        self._running_on = node
+
+    @property
+    def _current(self) -> Plan:
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def _answer_leg(self) -> AnswerLeg:
+        assert self._leg is not None
+        return self._leg
+
+    def _account(self, plan: Plan) -> None:
+        """Metrics and the receipt."""
+        services, leg = self._services, self._leg
+        services.metrics.observe("decide_s", self.decide_s)
+        ttft_s = tpot_s = None
+        if leg is not None and leg.first_at_s is not None and self.outcome == "ok":
+            ttft_s = leg.first_at_s - self._incoming.received_at_s
+            services.metrics.observe("ttft_s", ttft_s)
+            tpot_s = _tpot_s(leg)
+        services.receipts.record(
+            _receipt(plan, self.outcome, leg, ttft_s, tpot_s), self._incoming.received_at_s
+        )
+
+
+def _tpot_s(leg: AnswerLeg) -> float | None:
+    """(last token − first)/(tokens − 1) of a stream; ``None`` where nothing was spread in time."""
+    tokens = leg.counted.output_tokens
+    if not leg.streaming or tokens is None or tokens < 2:
+        return None
+    if leg.first_at_s is None or leg.last_at_s is None:
+        return None
+    return (leg.last_at_s - leg.first_at_s) / (tokens - 1)
+
+
+def _receipt(
+    plan: Plan,
+    outcome: str,
+    leg: AnswerLeg | None,
+    ttft_s: float | None,
+    tpot_s: float | None,
+) -> dict[str, Any]:
+    """Why a turn went where it went, and what came of it."""
+    features, decision = plan.features, plan.decision
+    return {
+        "conversation": f"{plan.speaker.conversation:016x}",
+        "turn": features.turn,
+        "route": decision.route.value,
+        "reason": decision.reason,
+        "node": plan.home.name,
+        "prefill_node": plan.prefill.name if plan.prefill is not None else None,
+        "cell": decision.cell,
+        "score": decision.score,
+        "context_tokens": features.context_tokens,
+        "new_tokens": features.new_tokens,
+        "output_tokens": features.output_tokens,
+        "rate_per_s": features.rate_per_s,
+        "running": features.running,
+        "outcome": outcome,
+        "ttft_s": ttft_s,
+        "tpot_s": tpot_s,
+        "counted_prompt_tokens": leg.counted.prompt_tokens if leg else None,
+        "counted_output_tokens": leg.counted.output_tokens if leg else None,
+        "cached_tokens": leg.counted.cached_tokens if leg else None,
+    }
+
+
+def _ignore(*_: object) -> None:
+    """The answer to a release says nothing that we could act on."""
+
+
+Handler = Callable[[Incoming, Responder], None]

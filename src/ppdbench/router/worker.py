@@ -1,0 +1,149 @@
+"""One worker process: the port, the data path, the control path, and what runs beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hmac
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Self
+
+from ppdbench.http.client import Pool
+from ppdbench.http.server import Incoming, Responder, Server
+from ppdbench.policy.base import Policy
+from ppdbench.router.board import ArrivalRate
+from ppdbench.router.choose import Chooser
+from ppdbench.router.config import RouterConfig
+from ppdbench.router.control import ControlPath
+from ppdbench.router.health import Health
+from ppdbench.router.metrics import Metrics
+from ppdbench.router.nodes import Upstreams
+from ppdbench.router.pages import make_application
+from ppdbench.router.shared import Shared
+from ppdbench.router.turns import JSON, RETRY_SOON, TEXT_FIELDS, Services, TurnInFlight
+from ppdbench.router.wire import error_body
+
+SWEEP_EVERY_S = 0.25
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""Probes need no key."""
+
+
+class Router:
+    """Serves in the running loop. Use as an async context manager, then ``url``."""
+
+    def __init__(self, config: RouterConfig, policy: Policy, shared: Shared) -> None:
+        self.config = config
+        self._shared = shared
+        self._pool = Pool()
+        self.upstreams = Upstreams(config.cluster, shared.board)
+        chooser = Chooser(self.upstreams, policy, shared.memory, ArrivalRate(shared.board))
+        health = Health(self.upstreams, self._pool, config.health)
+        self.services = Services(
+            config, self._pool, chooser, health, Metrics(shared.board), shared.receipts
+        )
+        self._control = ControlPath(make_application(self.services, self.upstreams))
+        self._server = Server(
+            self._handle,
+            host=config.host,
+            port=config.port,
+            max_body_bytes=config.max_body_bytes,
+            reuse_port=config.workers > 1,
+        )
+        self._keys = tuple(f"Bearer {key}".encode() for key in config.client_keys)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.draining = False
+
+    def __repr__(self) -> str:
+        return f"<Router {self.url} {self.upstreams!r}>"
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    async def start(self) -> None:
+        await self._control.start()
+        await self._server.start()
+        self._run_beside(self.services.health.watch())
+        self._run_beside(self._sweep())
+
+    async def close(self) -> None:
+        """Stop at once; :meth:`drain` first for a friendly end."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await self._server.close()
+        await self._control.close()
+        await self._pool.close()
+        self._shared.receipts.close()
+
+    async def drain(self) -> None:
+        """Take nothing new and wait for what runs, at most ``drain_s``."""
+        self.draining = True
+        self._server.stop_listening()
+        until_s = time.monotonic() + self.config.drain_s
+        while self.services.turns and time.monotonic() < until_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _handle(self, incoming: Incoming, responder: Responder) -> None:
+        if self._keys and incoming.path not in OPEN_PATHS and not self._may(incoming):
+            _refuse(responder, 401, "a valid API key is needed", "AuthenticationError")
+        elif incoming.method != "POST" or incoming.path not in TEXT_FIELDS:
+            self._control.handle(incoming, responder)
+        elif self.draining:
+            _refuse(responder, 503, "the router is shutting down", "ServiceUnavailableError")
+        elif self.services.metrics.board.total("in_flight") >= self.config.max_in_flight:
+            self.services.metrics.outcome("refused")
+            _refuse(responder, 429, "too many requests in flight", "RateLimitError")
+        else:
+            TurnInFlight(self.services, incoming, responder).begin()
+
+    def _may(self, incoming: Incoming) -> bool:
+        """Every key is compared, each in constant time."""
+        given = incoming.get(b"authorization") or b""
+        return sum(hmac.compare_digest(given, key) for key in self._keys) > 0
+
+    def _run_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _sweep(self) -> None:
+        """End turns whose phase takes too long."""
+        while True:
+            await asyncio.sleep(SWEEP_EVERY_S)
+            now_s = time.monotonic()
+            for turn in [turn for turn in self.services.turns if turn.overdue(now_s)]:
+                turn.give_up()
+
+
+def _refuse(responder: Responder, status: int, message: str, kind: str) -> None:
+    headers = RETRY_SOON if status in (429, 503) else JSON
+    responder.send(status, error_body(message, kind, status), headers)
+
+
+async def serve_until_told(router: Router, ready: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT, then drain. ``ready`` gets the URL once the port is open."""
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    async with router:
+        _settle_collector()
+        ready(router.url)
+        await told.wait()
+        await router.drain()
+
+
+def _settle_collector() -> None:
+    """What is loaded now stays; turns leave no cycles worth looking for often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)

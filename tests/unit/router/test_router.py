@@ -1,0 +1,94 @@
+"""The router before fake engines: routes, receipts, pass-through."""
+
+from __future__ import annotations
+
+import pytest
+
+USER = [{"role": "user", "content": "hello there, how are you today?"}]
+
+
+def follow_up(messages, reply, text="and what now?"):
+    return [
+        *messages,
+        {"role": "assistant", "content": reply.text()},
+        {"role": "user", "content": text},
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_turn_1_goes_remote_and_later_turns_as_the_policy_says(bench_for, stream):
+    """Turn 1 asks P and then D; under ``local`` Turn 2 asks D alone, and the same one."""
+    bench = await bench_for("1P_2D", policy="local")
+
+    first = await bench.chat(USER, stream=stream)
+    second = await bench.chat(follow_up(USER, first), stream=stream)
+
+    assert (first.status, first.route, first.reason) == (200, "remote", "turn1")
+    assert (second.status, second.route, second.reason) == (200, "local", "policy")
+    assert first.node == second.node
+    assert len(bench.engines["p0"].served) == 1
+    assert len(bench.engines[first.node].served) == 2
+    assert bench.engines[first.node].served[1].cached_tokens > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_completions_by_token_ids_are_turns_of_one_conversation(bench_for, stream):
+    """Raw token prompts have no messages; the history is found by its own beginning."""
+    bench = await bench_for("1P_2D", policy="local")
+    prompt = list(range(100, 180))
+    body = {"model": "fake", "max_tokens": 4, "stream": stream}
+
+    first = await bench.post("/v1/completions", body | {"prompt": prompt})
+    longer = [*prompt, 7, 8, 9, 10, 11, 12]
+    second = await bench.post("/v1/completions", body | {"prompt": longer})
+
+    assert (first.route, first.reason) == ("remote", "turn1")
+    assert (second.route, second.node) == ("local", first.node)
+
+
+async def test_a_stream_is_passed_on_byte_for_byte(bench_for):
+    """Streaming through the router gives the bytes that the engine alone gives."""
+    bench = await bench_for("1R", policy="local")
+    body = {"model": "fake", "messages": USER, "max_tokens": 6, "stream": True}
+    from ppdbench.http.messages import Origin, Request
+
+    direct = await bench.pool.fetch(
+        Origin.parse(bench.engines["r0"].url),
+        Request.json("/v1/chat/completions", body, ((b"x-request-id", b"same"),)),
+    )
+    routed = await bench.post("/v1/chat/completions", body, x_request_id="same")
+
+    assert routed.route == "replica"
+    assert _shape(routed.body) == _shape(direct.body)
+
+
+def _shape(body: bytes) -> bytes:
+    import re
+
+    return re.sub(rb'"created":\d+', b'"created":0', body)
+
+
+async def test_gauges_return_to_zero(bench_for):
+    """What a turn took, it gives back."""
+    bench = await bench_for("1P_1D", policy="remote")
+
+    for _ in range(3):
+        await bench.chat(USER)
+
+    names = ("in_flight", "running:d0", "prefill_tokens:p0")
+    assert [bench.total(name) for name in names] == [0, 0, 0]
+    assert bench.total("outcome:ok") == 3
+
+
+async def test_the_control_path_answers_on_the_same_port(bench_for):
+    """Models, health, metrics and decisions come from the port of the data path."""
+    bench = await bench_for("1P_1D", policy="remote")
+    await bench.chat(USER)
+
+    models, health = await bench.get("/v1/models"), await bench.get("/health")
+    metrics, decisions = await bench.get("/metrics"), await bench.get("/ppd/decisions")
+
+    assert models.json()["data"][0]["id"] == "fake"
+    assert health.status == 200
+    assert b'ppd_turns_total{reason="turn1",route="remote"} 1.0' in metrics.body
+    assert decisions.json()["decisions"][0]["reason"] == "turn1"
