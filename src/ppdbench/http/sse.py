@@ -29,6 +29,8 @@ class SseParser:
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The data of every event that ``chunk`` completes, in order."""
+        if not chunk:
+            return []
         if self._started and not self._buffer and not self._data and not self._after_cr:
             events = _whole_events(chunk)
             if events is not None:
@@ -36,7 +38,7 @@ class SseParser:
         return self._feed_any(chunk)
 
     def _feed_any(self, chunk: bytes) -> list[bytes]:
-        if self._after_cr and chunk:
+        if self._after_cr:
             chunk = chunk.removeprefix(b"\n")
             self._after_cr = False
         text = self._buffer + chunk
