@@ -8,7 +8,7 @@ from __future__ import annotations
 import typer
 
 from ppdbench import __version__
-from ppdbench.cli import build_table, import_, plot, serve
+from ppdbench.cli import build_table, import_, plot, serve, sweep
 from ppdbench.cli.output import show
 
 app = typer.Typer(
@@ -37,6 +37,7 @@ def _root(
     pass
 
 
+app.command(epilog=sweep.EPILOG)(sweep.sweep)
 app.command(epilog=plot.EPILOG)(plot.plot)
 app.command(epilog=build_table.EPILOG)(build_table.build_table)
 app.add_typer(import_.app, name="import")

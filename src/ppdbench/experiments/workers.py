@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
@@ -41,7 +42,8 @@ def in_parallel(task: Callable[[Q], A], questions: Sequence[Q], workers: int) ->
     """
     workers = min(workers, len(questions))
     if workers < 2:
-        yield from map(task, questions)
+        for question in questions:
+            yield task(question)  # not map(): a task's StopIteration would look like the end
         return
     pool = _Pool(task, workers)
     try:
@@ -116,6 +118,7 @@ def _attempt(task: Callable[[Q], A], question: Q) -> tuple[A | None, Exception |
     try:
         return task(question), None
     except Exception as error:  # noqa: BLE001 (raised again where it was asked for)
+        error.add_note(f"in a worker process:\n{traceback.format_exc()}")
         return None, error
 
 

@@ -45,3 +45,10 @@ def capacity_for(config: SimConfig) -> Capacity:
             f"{config.gpu_memory_utilization:g}: take a smaller model or a larger GPU"
         )
     return Capacity(blocks, shape.kv_bytes_per_token, context)
+
+
+def cost_source(config: SimConfig) -> str:
+    """Name and version of where the costs come from, without loading them."""
+    from importlib.metadata import version
+
+    return f"{config.costs}: aiconfigurator-core {version('aiconfigurator-core')}"

@@ -1,0 +1,110 @@
+"""``ppd sweep``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ppdbench.cli.output import command, say, show, show_json
+
+if TYPE_CHECKING:
+    from ppdbench.experiments.backends import Backend
+    from ppdbench.experiments.sweep import SweepResult
+
+EPILOG = "Example: ppd sweep --grid demo --seed 1 -o results/demo"
+
+
+@command
+def sweep(
+    *,
+    grid: Annotated[str, typer.Option(help="A grid of workloads/ by name, or a TOML file.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Run folder [results/GRID-TIME].")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="sim, vllm or attach.")] = "sim",
+    seed: Annotated[int, typer.Option(help="Root of every random choice.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Measure what is missing of the run in -o.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say how many points and about how long; run none.")
+    ] = False,
+    jobs: Annotated[
+        int, typer.Option(min=0, help="Processes for simulated points; 0: one per core.")
+    ] = 0,
+    keep_records: Annotated[
+        bool, typer.Option("--keep-records", help="Keep each turn, as Parquet.")
+    ] = False,
+    slo_ttft: Annotated[float, typer.Option(help="Goodput's TTFT limit, seconds.", min=0)] = 0.5,
+    slo_tpot: Annotated[float, typer.Option(help="Goodput's TPOT limit, seconds.", min=0)] = 0.03,
+    gpu: Annotated[str | None, typer.Option(help="Simulated GPU [h100_sxm].")] = None,
+    model: Annotated[str | None, typer.Option(help="Model.")] = None,
+    connector: Annotated[str | None, typer.Option(help="KV connector [nixl].")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,  # noqa: ARG001
+) -> None:
+    """Measure every point of a grid into a run folder.
+
+    Interrupted or killed, it continues with --resume and loses at most the points in flight.
+    """
+    from ppdbench.experiments.choosing import Choice, choose_backend
+    from ppdbench.runs.aggregate import Limits
+
+    chosen = choose_backend(
+        Choice(
+            grid=grid,
+            backend=backend,
+            seed=seed,
+            jobs=jobs,
+            keep_records=keep_records,
+            limits=Limits(slo_ttft, slo_tpot),
+            settings={"gpu": gpu, "model": model, "connector": connector},
+        )
+    )
+    if dry_run:
+        _show_plan(chosen, as_json=as_json)
+        return
+    result = _run(chosen, out or _default_folder(chosen), resume=resume)
+    _show_result(result, as_json=as_json)
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+def _default_folder(backend: Backend) -> Path:
+    import time
+
+    return Path("results") / f"{backend.measuring.grid.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _run(backend: Backend, folder: Path, *, resume: bool) -> SweepResult:
+    from ppdbench.cli.progress import sweep_progress
+    from ppdbench.experiments.sweep import sweep as run_sweep
+
+    with sweep_progress() as report:
+        result = run_sweep(backend, folder, resume=resume, report=report)
+    effort = result.effort
+    if effort.events and effort.wall_s > 0:
+        say(
+            f"sweep: {effort.turns / effort.wall_s:,.0f} requests/s and "
+            f"{effort.events / effort.wall_s:,.0f} events/s in {effort.wall_s:.1f} s"
+        )
+    return result
+
+
+def _show_plan(backend: Backend, *, as_json: bool) -> None:
+    keys = backend.measuring.grid.points()
+    plan = {"points": len(keys), "expected_s": round(backend.expected_s(keys), 1)}
+    if as_json:
+        show_json(plan)
+    else:
+        show(f"{plan['points']} points, about {plan['expected_s']:g} s")
+
+
+def _show_result(result: SweepResult, *, as_json: bool) -> None:
+    if as_json:
+        show_json(result.document())
+        return
+    codes = ", ".join(f"{count} {code}" for code, count in result.by_validity.items())
+    show(f"{result.run}: {result.points} points, {result.ok} ok" + (f"; {codes}" if codes else ""))

@@ -1,0 +1,95 @@
+"""Where a sweep's points are measured: a backend takes points and yields what it measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ppdbench.core.topology import Topology
+from ppdbench.experiments.measuring import Measured, Measuring
+from ppdbench.experiments.workers import in_parallel
+from ppdbench.load.simulated import run_simulated_point
+from ppdbench.policy.base import Policy
+from ppdbench.policy.parse import parse_policy
+from ppdbench.policy.table import load_table_policy
+from ppdbench.runs.manifest import EngineIdentity
+from ppdbench.runs.points import PointKey
+from ppdbench.sim.config import SimConfig
+from ppdbench.sim.prepare import capacity_for, cost_source
+
+SIMULATION_START_S = 4.0
+SIMULATED_TURN_S = 150e-6
+"""Start of the worker processes, and one turn on one core: measured on a 2-core laptop."""
+
+
+class Backend(Protocol):
+    """What a sweep asks of a backend."""
+
+    @property
+    def measuring(self) -> Measuring:
+        """Which grid, with which seed."""
+        ...
+
+    def identity(self) -> EngineIdentity:
+        """For the manifest. Raises PpdError for what can never work, before anything runs."""
+        ...
+
+    def expected_s(self, keys: Sequence[PointKey]) -> float:
+        """A rough forecast of the wall time of :meth:`measure`."""
+        ...
+
+    def measure(self, keys: Sequence[PointKey]) -> Iterator[Measured]:
+        """Each key once, in any order. A failed point is yielded with its cause, not raised."""
+        ...
+
+
+def policy_of(key: PointKey) -> Policy:
+    """The policy of a point; a table is read here, for the point's topology."""
+    return parse_policy(key.policy, lambda path: load_table_policy(path, key.topology))
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedBackend:
+    """Points on simulated nodes, over the cores: equal seeds give equal bytes."""
+
+    measuring: Measuring
+    config: SimConfig
+    jobs: int = 1
+
+    def identity(self) -> EngineIdentity:
+        capacity_for(self.config)
+        return EngineIdentity(
+            backend="sim",
+            engine="simulator",
+            engine_version=cost_source(self.config),
+            model=self.config.model,
+            dtype="bfloat16",
+            gpu=self.config.gpu,
+            connector=self.config.connector,
+            block_size=self.config.block_tokens,
+            flags=self.config.as_dict(),
+        )
+
+    def expected_s(self, keys: Sequence[PointKey]) -> float:
+        grid = self.measuring.grid
+        turns = sum(key.rate_per_s * grid.duration_s * 2 for key in keys)
+        return SIMULATION_START_S + turns * SIMULATED_TURN_S / self.jobs
+
+    def measure(self, keys: Sequence[PointKey]) -> Iterator[Measured]:
+        return in_parallel(self._measure_one, sorted(keys, key=_by_schedule), self.jobs)
+
+    def _measure_one(self, key: PointKey) -> Measured:
+        outcome = run_simulated_point(
+            Topology.parse(key.topology),
+            policy_of(key),
+            self.measuring.arrivals(key),
+            key.rate_per_s,
+            self.config,
+            self.measuring.seed_of(key),
+        )
+        return self.measuring.finish(key, outcome)
+
+
+def _by_schedule(key: PointKey) -> tuple[str, float, int]:
+    return key.workload, key.rate_per_s, key.repeat
