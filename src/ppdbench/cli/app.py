@@ -10,6 +10,7 @@ import typer
 from ppdbench import __version__
 from ppdbench.cli import build_table, import_, plot, serve, sweep
 from ppdbench.cli.output import show
+from ppdbench.cli.workload import workload
 
 app = typer.Typer(
     name="ppd",
@@ -42,6 +43,7 @@ app.command(epilog=plot.EPILOG)(plot.plot)
 app.command(epilog=build_table.EPILOG)(build_table.build_table)
 app.add_typer(import_.app, name="import")
 app.command(epilog=serve.EPILOG)(serve.serve)
+app.add_typer(workload, name="workload")
 
 
 def main() -> None:

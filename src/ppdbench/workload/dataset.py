@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -17,6 +19,7 @@ from ppdbench.workload.account import Account
 from ppdbench.workload.chat import Chat, RawChat
 from ppdbench.workload.clean import RULES_VERSION, clean, first_of_each_id, join_parts
 from ppdbench.workload.prepared import (
+    SCHEMA_VERSION,
     Origin,
     PreparedInfo,
     prepared_info,
@@ -26,7 +29,7 @@ from ppdbench.workload.prepared import (
 from ppdbench.workload.select import EVERYTHING, Selection, select
 from ppdbench.workload.source import Source, SourceKind, find_source
 from ppdbench.workload.think import NO_PAUSE, ThinkTime
-from ppdbench.workload.tokens import DEFAULT, counted, load_tokenizer
+from ppdbench.workload.tokens import DEFAULT, Tokenizer, counted, load_tokenizer
 
 
 def read_chats(source: Source, account: Account) -> Iterator[Chat]:
@@ -56,24 +59,59 @@ class Prepared:
     info: PreparedInfo
 
 
-def prepare(name: str, tokenizer_source: str = DEFAULT) -> Prepared:
-    """The prepared form of SRC: the file itself if it is one, else the cached one, else made now.
+def prepare(
+    name: str, tokenizer_source: str = DEFAULT, selection: Selection = EVERYTHING
+) -> Prepared:
+    """The prepared form of SRC: the file itself if it is one, else the kept one, else made now.
 
     Kept under ``workloads/`` of the cache folder, by the source's files, the tokenizer's digest
-    and the version of the cleaning rules.
+    and the version of the cleaning rules. JSON sources are kept whole; Parquet and hub sources,
+    which may be far larger, as ``selection`` leaves them. Whoever reads it applies ``selection``
+    (again): that changes nothing the second time.
     """
     source = find_source(name)
     if (given := _given_prepared(source, tokenizer_source)) is not None:
         return given
     tokenizer = load_tokenizer(tokenizer_source)
-    mark = f"{source.fingerprint}{tokenizer.digest}{RULES_VERSION}"
-    key = blake2b(mark.encode(), digest_size=12).hexdigest()
-    path = cache_folder() / "workloads" / f"{key}.parquet"
+    kept = EVERYTHING if source.kind is SourceKind.JSON else selection
+    path = _kept_path(source, tokenizer, kept)
     if path.is_file() and (info := prepared_info(path)) is not None:
         return Prepared(path, info)
+    return _make(path, source, tokenizer, kept)
+
+
+def prepare_into(path: Path, name: str, tokenizer_source: str, selection: Selection) -> Prepared:
+    """Write what ``selection`` leaves of SRC to ``path``, from the kept form where there is one."""
+    source = find_source(name)
+    given = _given_prepared(source, tokenizer_source)
+    tokenizer = load_tokenizer(tokenizer_source)
+    if given is None:
+        kept = _kept_path(source, tokenizer, EVERYTHING)
+        if not kept.is_file() or (info := prepared_info(kept)) is None:
+            return _make(path, source, tokenizer, selection)
+        given = Prepared(kept, info)
+    account = deepcopy(given.info.account)
+    chats = select(read_prepared(given.path, content=True), selection, account)
+    origin = replace(given.info.origin, selection=selection.to_json())
+    return Prepared(path, write_prepared(path, chats, account, origin))
+
+
+def _kept_path(source: Source, tokenizer: Tokenizer, selection: Selection) -> Path:
+    parts = [source.fingerprint, tokenizer.digest, RULES_VERSION, SCHEMA_VERSION]
+    mark = json.dumps([*parts, selection.to_json()], sort_keys=True)
+    key = blake2b(mark.encode(), digest_size=12).hexdigest()
+    return cache_folder() / "workloads" / f"{key}.parquet"
+
+
+def _make(path: Path, source: Source, tokenizer: Tokenizer, selection: Selection) -> Prepared:
     account = Account()
-    chats = counted(read_chats(source, account), tokenizer)
-    origin = Origin(name, tokenizer.name, tokenizer.digest, RULES_VERSION)
+    chats = select(read_chats(source, account), selection.without_tokens(), account)
+    chats = counted(chats, tokenizer)
+    if selection.needs_tokens:
+        chats = select(chats, selection, account)
+    origin = Origin(
+        source.name, tokenizer.name, tokenizer.digest, RULES_VERSION, selection.to_json()
+    )
     return Prepared(path, write_prepared(path, chats, account, origin))
 
 
@@ -108,7 +146,7 @@ class RecordedTurns:
 
     @cached_property
     def prepared(self) -> Prepared:
-        return prepare(self.source, self.tokenizer)
+        return prepare(self.source, self.tokenizer, self.selection)
 
     @cached_property
     def chats(self) -> list[Chat]:

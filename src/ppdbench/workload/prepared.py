@@ -44,12 +44,13 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the rows come from and by which tokenizer and rules."""
+    """Where the rows come from, by which tokenizer and rules, and what was selected then."""
 
     source: str
     tokenizer: str
     tokenizer_digest: str
     rules_version: int
+    selection: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

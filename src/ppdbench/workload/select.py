@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 from ppdbench.core.errors import WorkloadError
 from ppdbench.core.seeds import unit_interval
@@ -39,6 +40,22 @@ class Selection:
     def needs_tokens(self) -> bool:
         limits = (self.max_input_tokens, self.max_output_tokens, self.max_context_tokens)
         return any(limit is not None for limit in limits)
+
+    def without_tokens(self) -> Selection:
+        """The part that can be applied before anything is counted, so that less is counted."""
+        if not self.needs_tokens:
+            return self
+        return replace(
+            self,
+            max_turns=None,
+            max_input_tokens=None,
+            max_output_tokens=None,
+            max_context_tokens=None,
+            sample=None,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 EVERYTHING = Selection()
