@@ -1,0 +1,1 @@
+"""How much do the other requests of a node suffer? Interference, attribution, hand-off, fit."""
