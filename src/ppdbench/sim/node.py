@@ -203,10 +203,16 @@ class Node:
 
     def _room_for(self, sequence: Sequence) -> int:
         """Tokens this sequence may still add in the blocks it has and those that are free."""
-        self._settle_if_tight(self.cache.blocks_for(sequence.target))
         cache = self.cache
-        free = cache.total - cache.held
+        free = self._free_for_prompts(cache.blocks_for(sequence.target))
         return (sequence.blocks + free) * cache.block_tokens - sequence.computed
+
+    def _free_for_prompts(self, wanted: int) -> int:
+        """Blocks beyond those that decoding sequences need in this very step."""
+        cache, batch = self.cache, self._batch
+        self._settle_if_tight(wanted + batch)
+        free = cache.total - cache.held - self._unsettled
+        return free - (batch if free >= wanted + batch else self._blocks_next_step())
 
     def _admit(self, sequence: Sequence, budget: int) -> bool:
         """Look up the cache and hold the blocks of the first chunk, or of all that is fetched."""
@@ -219,8 +225,7 @@ class Node:
         if sequence.fetch is None and not sequence.loaded:
             goal = min(goal, hit_tokens + budget)
         blocks = cache.blocks_for(goal)
-        self._settle_if_tight(blocks)
-        if not cache.fits(blocks):
+        if blocks > self._free_for_prompts(blocks):
             return False
         cache.take(sequence.key, hit, blocks - hit)
         sequence.blocks = blocks
