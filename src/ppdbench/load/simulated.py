@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from math import floor, log, log1p
 
-from ppdbench.core.conversation import Arrival, Conversation
-from ppdbench.core.decision import Decision, Features, Route
+from ppdbench.core.conversation import Arrival
 from ppdbench.core.seeds import unit_interval
-from ppdbench.core.topology import NodeSpec, Topology
+from ppdbench.core.topology import Topology
+from ppdbench.load.conversation import Dialogue, Play
 from ppdbench.policy.base import Policy
-from ppdbench.policy.placement import Placement, least_loaded
-from ppdbench.policy.rules import decide
 from ppdbench.runs.points import PointOutcome
 from ppdbench.runs.records import Outcome, TurnRecord
 from ppdbench.sim.cluster import Request, SimCluster
 from ppdbench.sim.config import SimConfig
 from ppdbench.sim.kernel import Kernel
 from ppdbench.sim.prepare import capacity_for, costs_for
+
+ALL = 1 << 62
 
 
 def run_simulated_point(  # noqa: PLR0913, PLR0917 - a point is these six things
@@ -28,145 +29,96 @@ def run_simulated_point(  # noqa: PLR0913, PLR0917 - a point is these six things
     rate_per_s: float,
     config: SimConfig,
     seed: int,
+    *,
+    make_play: Callable[..., Play] = Play,
+    connections: int | None = None,
 ) -> PointOutcome:
     """Serve ``arrivals`` to the last token on a fresh, cold cluster.
 
     The same arguments give the same records, whatever the hash seed. ``seed`` draws nothing but
-    where re-tokenisation breaks a reply.
+    where re-tokenisation breaks a reply. ``make_play`` and ``connections`` emulate other people's
+    placement and a client that caps its connections.
     """
     started = time.perf_counter()
-    point = _Point(topology, policy, rate_per_s, config, seed)
+    kernel = Kernel()
+    cluster = SimCluster(topology, config, kernel, costs_for(config), capacity_for(config))
+    play = make_play(
+        topology,
+        policy,
+        rate_per_s,
+        running=cluster.running,
+        outstanding=cluster.outstanding_prefill.__getitem__,
+    )
+    driver = _Driver(kernel, cluster, play, seed, connections)
     for arrival in arrivals:
-        point.expect(arrival)
-    point.kernel.run()
-    wall_s = time.perf_counter() - started
-    return PointOutcome(point.records, point.facts(arrivals), point.timing(wall_s))
+        kernel.at(arrival.at_s, driver.begin, arrival)
+    kernel.run()
+    timing = _timing(kernel, cluster, time.perf_counter() - started)
+    return PointOutcome(play.records, _facts(play.records, arrivals), timing)
 
 
-class _Talk:
-    """Where one conversation stands."""
+class _Driver:
+    """Carries turns from the conversations to the cluster and back, on simulated time."""
 
-    __slots__ = ("conversation", "history_tokens", "home", "matching_tokens", "prefill", "turn")
-
-    def __init__(self, conversation: Conversation, home: NodeSpec) -> None:
-        self.conversation = conversation
-        self.home = home
-        self.prefill: NodeSpec | None = None
-        self.turn = 0
-        self.history_tokens = conversation.context_tokens
-        self.matching_tokens = 0
-
-
-class _Point:
     def __init__(
-        self, topology: Topology, policy: Policy, rate_per_s: float, config: SimConfig, seed: int
+        self,
+        kernel: Kernel,
+        cluster: SimCluster,
+        play: Play,
+        seed: int,
+        connections: int | None,
     ) -> None:
-        self.kernel = Kernel()
-        self.records: list[TurnRecord] = []
-        self._policy, self._rate_per_s, self._seed = policy, rate_per_s, seed
-        self._loss = config.retokenisation_loss
-        self._capacity = capacity_for(config)
-        self._cluster = SimCluster(topology, config, self.kernel, costs_for(config), self._capacity)
-        self._placement = Placement(topology.homes)
-        self._prefill_nodes = topology.prefill_nodes
-        self._talks: dict[str, _Talk] = {}
+        self._kernel, self._cluster, self._play = kernel, cluster, play
+        self._seed = seed
+        self._loss = cluster.config.retokenisation_loss
+        self._free_connections = ALL if connections is None else connections
+        self._queue: deque[Dialogue] = deque()
+        self._matching: dict[str, int] = {}
+        self._out: dict[str, tuple[Dialogue, TurnRecord]] = {}
 
-    def expect(self, arrival: Arrival) -> None:
-        self.kernel.at(arrival.at_s, self._begin, arrival.conversation)
+    def begin(self, arrival: Arrival) -> None:
+        """A conversation arrives; it may have to wait for a connection."""
+        dialogue = self._play.begin(arrival.conversation, self._kernel.now_s)
+        if self._free_connections:
+            self._free_connections -= 1
+            self._send(dialogue)
+        else:
+            self._queue.append(dialogue)
 
-    def facts(self, arrivals: Sequence[Arrival]) -> dict[str, object]:
-        return {
-            "send_lag_p99_s": 0.0,
-            "loop_lag_p99_s": 0.0,
-            "path_proven": True,
-            "bytes_moved": sum(r.bytes_moved or 0 for r in self.records),
-            "recomputed_tokens": sum(r.recomputed_tokens or 0 for r in self.records),
-            "window_s": arrivals[-1].at_s - arrivals[0].at_s if arrivals else 0.0,
-        }
-
-    def timing(self, wall_s: float) -> dict[str, object]:
-        return {
-            "wall_s": wall_s,
-            "events": self.kernel.events,
-            "engine_steps": sum(node.steps for node in self._cluster.nodes.values()),
-            "preemptions": sum(node.preemptions for node in self._cluster.nodes.values()),
-        }
-
-    def _begin(self, conversation: Conversation) -> None:
-        talk = _Talk(conversation, self._placement.home_of(conversation.id))
-        self._talks[conversation.id] = talk
-        self._next_turn(talk)
-
-    def _next_turn(self, talk: _Talk) -> None:
-        talk.turn += 1
-        turn = talk.conversation.turns[talk.turn - 1]
-        decision = self._decide(talk)
-        prefill = None
-        if decision.route in (Route.REMOTE, Route.PULL):
-            prefill = self._prefill_node(talk).name
-        record = self._open_record(talk, decision, prefill)
-        self.records.append(record)
+    def _send(self, dialogue: Dialogue) -> None:
+        record = self._play.send(dialogue, self._kernel.now_s)
+        name = dialogue.conversation.id
+        self._out[name] = dialogue, record
         request = Request(
-            talk.conversation.id,
-            decision.route,
-            talk.home.name,
-            talk.history_tokens + turn.new_tokens,
-            turn.output_tokens,
-            talk.matching_tokens,
+            name,
+            record.route,
+            record.node,
+            record.context_tokens + record.new_tokens,
+            record.wanted_output_tokens,
+            self._matching.get(name, 0),
             self._done,
-            prefill,
-            record,
+            record.prefill_node,
         )
         self._cluster.submit(request)
 
-    def _decide(self, talk: _Talk) -> Decision:
-        turn = talk.conversation.turns[talk.turn - 1]
-        features = Features(
-            talk.turn,
-            talk.history_tokens,
-            turn.new_tokens,
-            turn.output_tokens,
-            self._rate_per_s,
-            self._cluster.running(talk.home.name),
-            f"{talk.conversation.id}/{talk.turn}",
-        )
-        return decide(self._policy, features, talk.home.role)
-
-    def _prefill_node(self, talk: _Talk) -> NodeSpec:
-        if talk.prefill is None:
-            talk.prefill = least_loaded(self._prefill_nodes, self._cluster.outstanding_prefill)
-        return talk.prefill
-
-    def _open_record(self, talk: _Talk, decision: Decision, prefill: str | None) -> TurnRecord:
-        turn, now = talk.conversation.turns[talk.turn - 1], self.kernel.now_s
-        return TurnRecord(
-            talk.conversation.id,
-            talk.turn,
-            decision.route,
-            talk.home.name,
-            now,
-            now,
-            prefill_node=prefill,
-            context_tokens=talk.history_tokens,
-            new_tokens=turn.new_tokens,
-            wanted_output_tokens=turn.output_tokens,
-            reason=decision.reason,
-        )
-
     def _done(self, request: Request) -> None:
-        record = request.record
-        assert record is not None
-        talk = self._talks[record.conversation]
+        dialogue, record = self._out.pop(request.conversation)
         if request.error:
             record.outcome, record.error = Outcome.UPSTREAM_STATUS, request.error
         else:
             self._close_record(record, request)
-            self._remember(talk, request)
-        if request.error or talk.turn == len(talk.conversation.turns):
-            self._end(talk)
+            survivors = self._surviving(f"{request.conversation}/{record.turn}")
+            kept = min(request.output_tokens, survivors)
+            self._matching[request.conversation] = request.prompt_tokens + kept
+        next_at_s = self._play.close(dialogue, record)
+        if next_at_s is not None:
+            self._kernel.at(next_at_s, self._send, dialogue)
+            return
+        self._matching.pop(request.conversation, None)
+        if self._queue:
+            self._send(self._queue.popleft())
         else:
-            think_s = talk.conversation.turns[talk.turn].think_s
-            self.kernel.at(self.kernel.now_s + think_s, self._next_turn, talk)
+            self._free_connections += 1
 
     def _close_record(self, record: TurnRecord, request: Request) -> None:
         record.first_token_at_s = request.first_token_at_s
@@ -174,25 +126,36 @@ class _Point:
         record.prompt_tokens = request.prompt_tokens
         record.output_tokens = request.output_tokens
         record.cached_tokens = request.cached_tokens
-        record.bytes_moved = request.moved_tokens * self._capacity.kv_bytes_per_token
+        record.bytes_moved = request.moved_tokens * self._cluster.capacity.kv_bytes_per_token
         computed = request.prompt_tokens - request.cached_tokens
         record.recomputed_tokens = max(0, computed - record.new_tokens)
 
-    def _remember(self, talk: _Talk, request: Request) -> None:
-        """The next prompt repeats this one and as much of the reply as survives as text."""
-        reply = request.output_tokens
-        talk.history_tokens = request.prompt_tokens + reply
-        talk.matching_tokens = request.prompt_tokens + min(reply, self._surviving(talk))
-
-    def _surviving(self, talk: _Talk) -> int:
+    def _surviving(self, key: str) -> int:
         """Reply tokens before the first that encodes differently: geometric, drawn by turn."""
         if self._loss <= 0:
-            return 1 << 30
+            return ALL
         if self._loss >= 1:
             return 0
-        lot = unit_interval(f"{talk.conversation.id}/{talk.turn}/retokenised", self._seed)
+        lot = unit_interval(f"{key}/retokenised", self._seed)
         return floor(log(1 - lot) / log1p(-self._loss))
 
-    def _end(self, talk: _Talk) -> None:
-        self._placement.release(talk.conversation.id)
-        del self._talks[talk.conversation.id]
+
+def _facts(records: Sequence[TurnRecord], arrivals: Sequence[Arrival]) -> dict[str, object]:
+    return {
+        "send_lag_p99_s": 0.0,
+        "loop_lag_p99_s": 0.0,
+        "path_proven": True,
+        "bytes_moved": sum(record.bytes_moved or 0 for record in records),
+        "recomputed_tokens": sum(record.recomputed_tokens or 0 for record in records),
+        "window_s": arrivals[-1].at_s - arrivals[0].at_s if arrivals else 0.0,
+    }
+
+
+def _timing(kernel: Kernel, cluster: SimCluster, wall_s: float) -> dict[str, object]:
+    nodes = cluster.nodes.values()
+    return {
+        "wall_s": wall_s,
+        "events": kernel.events,
+        "engine_steps": sum(node.steps for node in nodes),
+        "preemptions": sum(node.preemptions for node in nodes),
+    }

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from ppdbench.core.decision import Route
 from ppdbench.core.topology import Topology
-from ppdbench.runs.records import TurnRecord
-from ppdbench.sim.config import CONNECTORS, LINKS, SimConfig
+from ppdbench.sim.config import LINKS, SimConfig
 from ppdbench.sim.costs import CostTables
 from ppdbench.sim.kernel import Kernel
 from ppdbench.sim.node import Node, Sequence
@@ -40,7 +39,6 @@ class Request:
     matching_tokens: int
     on_done: Callable[[Request], None]
     prefill_node: str | None = None
-    record: TurnRecord | None = None
     error: str = ""
     cached_tokens: int = 0
     moved_tokens: int = 0
@@ -74,7 +72,8 @@ class SimCluster:
             for spec in topology.nodes
         }
         self.outstanding_prefill = dict.fromkeys(self.nodes, 0)
-        self._connector = CONNECTORS[config.connector]
+        self._open = 0
+        self._connector = config.hand_off
         self._bytes_per_s = LINKS[config.link]
         self._sends_until = dict.fromkeys(self.nodes, 0.0)
         self._receives_until = dict.fromkeys(self.nodes, 0.0)
@@ -86,7 +85,9 @@ class SimCluster:
             request.finished_at_s = self._kernel.now_s
             request.on_done(request)
             return
-        ready_s = self._kernel.now_s + self.config.overheads.request_s
+        overheads = self.config.overheads
+        self._open += 1
+        ready_s = self._kernel.now_s + overheads.request_s + overheads.open_request_s * self._open
         if request.prefill_node is None:
             self._kernel.at(ready_s, self._compute_at_home, request)
         else:
@@ -125,6 +126,7 @@ class SimCluster:
             matching_tokens=request.matching_tokens,
             fetch=self._pull_from_home if pull else None,
             hold=True,
+            stall_s=self._connector.send_s + self._connector.send_token_s * request.prompt_tokens,
             owner=request,
         )
         self.nodes[request.prefill_node].submit(sequence)
@@ -174,7 +176,8 @@ class SimCluster:
             on_done=self._done_at_home,
             matching_tokens=request.matching_tokens,
             fetch=None if synchronous else self._fetch,
-            stall_s=self._connector.stall_token_s * request.prompt_tokens,
+            stall_s=self._connector.receive_s
+            + self._connector.receive_token_s * request.prompt_tokens,
             loaded=synchronous,
             owner=request,
         )
@@ -208,6 +211,7 @@ class SimCluster:
         self.nodes[request.prefill_node].release(request.prefill_sequence)
 
     def _done_at_home(self, sequence: Sequence) -> None:
+        self._open -= 1
         request = _request(sequence)
         if request.prefill_node is None:
             request.cached_tokens = sequence.cached_tokens

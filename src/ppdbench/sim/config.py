@@ -13,13 +13,15 @@ class Overheads:
     """Time outside the GPU's kernels. ``docs/simulator.md`` says where each default was fitted.
 
     A step costs ``step_s`` and ``sequence_s`` per running sequence up to ``sequence_cap_s``.
-    ``request_s`` stands once before each request (HTTP, tokenizer, the engine's hand-over).
+    ``request_s`` stands once before each request (HTTP, tokenizer, the engine's hand-over), with
+    ``open_request_s`` for each request then open in the cluster: one proxy process serves them all.
     """
 
     step_s: float = 1.5e-3
     sequence_s: float = 0.12e-3
     sequence_cap_s: float = 3.0e-3
     request_s: float = 20e-3
+    open_request_s: float = 0.0
 
     def host_s(self, sequences: int) -> float:
         return self.step_s + min(self.sequence_cap_s, self.sequence_s * sequences)
@@ -31,8 +33,9 @@ class Connector:
 
     ``hop_s`` stands between P's answer and D's request. A transfer costs ``transfer_s`` plus
     ``token_s`` per moved token plus the link's time. A ``synchronous`` connector pushes the whole
-    prompt each turn, before D's request; D then spends ``stall_token_s`` per token of it inside
-    its own step. The others move only the blocks that D lacks, beside D's steps.
+    prompt each turn, before D's request, and works inside the engines' own steps: P's step is
+    longer by ``send_s`` and ``send_token_s`` per token of the prompt, D's by ``receive_s`` and
+    ``receive_token_s``. The others move only the blocks that D lacks, beside D's steps.
     """
 
     name: str
@@ -41,7 +44,10 @@ class Connector:
     token_s: float
     synchronous: bool
     can_pull: bool
-    stall_token_s: float = 0.0
+    send_s: float = 0.0
+    send_token_s: float = 0.0
+    receive_s: float = 0.0
+    receive_token_s: float = 0.0
 
 
 CONNECTORS = {
@@ -58,8 +64,10 @@ class SimConfig:
     """One kind of node, used for every node of the topology.
 
     ``costs`` names the source: ``measured``, ``roofline`` or the path of a calibration file.
-    ``retokenisation_loss`` is the chance per reply token that the history, sent back as text,
-    encodes to other tokens from there on; 0 is a history of token ids.
+    ``compute_factor`` stretches compute-bound work (prompts) against the source.
+    ``connector_profile`` replaces the profile that ``connector`` names. ``retokenisation_loss`` is
+    the chance per reply token that the history, sent back as text, encodes to other tokens from
+    there on; 0 is a history of token ids.
 
     Raises:
         UsageError: an unknown connector or link, or a number out of range.
@@ -68,7 +76,9 @@ class SimConfig:
     gpu: str = "h100_sxm"
     model: str = "meta-llama/Meta-Llama-3.1-8B"
     costs: str = "measured"
+    compute_factor: float = 1.0
     connector: str = "nixl"
+    connector_profile: Connector | None = None
     link: str = "nvlink"
     overheads: Overheads = field(default_factory=Overheads)
     max_batched_tokens: int = 8192
@@ -87,13 +97,22 @@ class SimConfig:
                 f"retokenisation loss {self.retokenisation_loss}: a chance per token lies in [0, 1]"
             )
 
+    @property
+    def hand_off(self) -> Connector:
+        """The connector's profile."""
+        return self.connector_profile or CONNECTORS[self.connector]
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values only; :meth:`from_dict` reads it back."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SimConfig:
-        return cls(**{**values, "overheads": Overheads(**values.get("overheads", {}))})
+        made = dict(values)
+        made["overheads"] = Overheads(**values.get("overheads", {}))
+        if values.get("connector_profile") is not None:
+            made["connector_profile"] = Connector(**values["connector_profile"])
+        return cls(**made)
 
 
 def _known(what: str, name: str, table: dict[str, Any]) -> None:

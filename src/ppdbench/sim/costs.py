@@ -82,6 +82,24 @@ class CostTables:
             seconds = self._seen[new, prefix] = self._bilinear(new, prefix)
         return seconds
 
+    def stretched(self, factor: float) -> CostTables:
+        """The same with compute-bound work slower by ``factor``.
+
+        That is what dense layers take beyond one token's time, which is reading the weights, and
+        the attention of prompts.
+        """
+        one = self._dense[1]
+        return CostTables(
+            dense_s=[0.0, *(one + (seconds - one) * factor for seconds in self._dense[1:])],
+            batches=self._batches,
+            contexts=self._contexts,
+            decode_attention_s=self._decode,
+            chunks=self._chunks,
+            prefixes=self._prefixes,
+            prefill_attention_s=[[s * factor for s in row] for row in self._prefill],
+            source=self.source,
+        )
+
     def _row(self, batch: int) -> list[float]:
         left, share = _cell(self._batches, batch)
         low, high = self._decode[left], self._decode[left + 1]

@@ -18,7 +18,7 @@ from ppdbench.http.messages import Origin
 from ppdbench.http.messages import Request as HttpRequest
 from ppdbench.http.server import Incoming, Responder
 from ppdbench.sim.cluster import Capacity
-from ppdbench.sim.config import CONNECTORS, LINKS, SimConfig
+from ppdbench.sim.config import LINKS, SimConfig
 from ppdbench.sim.content_cache import ContentCache, TokenContent
 from ppdbench.sim.costs import CostTables
 from ppdbench.sim.kernel import Kernel
@@ -324,7 +324,7 @@ class SimEngine:
         if sequence.fetched_tokens:
             self._counts["transfers"] += 1
             self._counts["bytes"] += moved_bytes
-        connector = CONNECTORS[self._config.connector]
+        connector = self._config.hand_off
         seconds = connector.transfer_s + moved_bytes / LINKS[self._config.link]
         self._kernel.at(self._kernel.now_s + seconds, self._fetched, job)
         self._wake_later()

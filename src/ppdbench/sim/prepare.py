@@ -20,7 +20,13 @@ def costs_for(config: SimConfig) -> CostTables:
     Raises:
         UsageError: unknown GPU, model or source.
     """
-    return measured_costs(model_shape(config.model), gpu(config.gpu), config.max_batched_tokens)
+    tables = _source(config.model, config.gpu, config.max_batched_tokens)
+    return tables.stretched(config.compute_factor)
+
+
+@lru_cache(maxsize=8)
+def _source(model: str, card: str, max_tokens: int) -> CostTables:
+    return measured_costs(model_shape(model), gpu(card), max_tokens)
 
 
 def capacity_for(config: SimConfig) -> Capacity:
