@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
+from functools import wraps
 
 import pytest
+import uvloop
 
 from ppdbench.cluster.contract import ClusterSpec, Node
 from ppdbench.core.conversation import Arrival, Conversation, Turn
@@ -14,8 +17,20 @@ from ppdbench.core.topology import Role
 from ppdbench.load.live import LiveSettings, run_live_point
 from ppdbench.load.turns import TurnSettings
 from ppdbench.policy.parse import parse_policy
+from ppdbench.runs.aggregate import Plan, aggregate
+from ppdbench.runs.points import PointKey
 from ppdbench.runs.records import Outcome
 from ppdbench.testing import FakeEngine, Fault, FaultKind, ScriptedCluster, Service, every
+
+
+def on_uvloop(test):
+    """Live points run on uvloop, so their tests do."""
+
+    @wraps(test)
+    def run(*args, **kwargs):
+        return uvloop.run(test(*args, **kwargs))
+
+    return run
 
 
 def settings(users=None, warm_up=(), **turns):
@@ -42,6 +57,7 @@ async def play(cluster, policy, arrivals, live=None, seed=1):
         ("2R", "roles", Route.REPLICA),
     ],
 )
+@on_uvloop
 async def test_turns_take_the_route_the_policy_says(topology, policy, later):
     """Every turn succeeds, Turn 1 goes through P unless the home is an R, counts are whole."""
     async with ScriptedCluster(topology) as cluster:
@@ -57,6 +73,7 @@ async def test_turns_take_the_route_the_policy_says(topology, policy, later):
     }  # fmt: skip
 
 
+@on_uvloop
 async def test_instants_are_in_order_and_per_token():
     """Scheduled ≤ sent ≤ first token ≤ last token, and eight tokens have eight instants."""
     async with ScriptedCluster("1P_1D") as cluster:
@@ -68,6 +85,7 @@ async def test_instants_are_in_order_and_per_token():
         assert (r.token_at_s[0], r.token_at_s[-1]) == (r.first_token_at_s, r.finished_at_s)
 
 
+@on_uvloop
 async def test_the_history_holds_the_models_own_reply():
     """A local turn finds the whole history but a partial block in the D's cache."""
     async with ScriptedCluster("1P_1D") as cluster:
@@ -79,6 +97,7 @@ async def test_the_history_holds_the_models_own_reply():
     assert {r.effective_new_tokens for r in outcome.records if r.turn == 2} == {56}
 
 
+@on_uvloop
 async def test_a_remote_turn_has_the_prefill_nodes_cache_hits():
     """P never saw the reply, so it hits less than D; D's own figure would be the whole prompt."""
     async with ScriptedCluster("1P_1D") as cluster:
@@ -87,6 +106,7 @@ async def test_a_remote_turn_has_the_prefill_nodes_cache_hits():
     assert [r.cached_tokens for r in outcome.records] == [0, 32, 80]
 
 
+@on_uvloop
 async def test_caches_are_cold_at_every_point():
     """The same prompts on the same engines find nothing at the second point's Turn 1."""
     async with ScriptedCluster("1P_1D") as cluster:
@@ -95,6 +115,7 @@ async def test_caches_are_cold_at_every_point():
     assert all(r.cached_tokens == 0 for p in points for r in p.records if r.turn == 1)
 
 
+@on_uvloop
 async def test_equal_seeds_send_equal_prompts_by_every_route():
     """Paired comparison: what the engines replied is a function of the prompt, and is equal."""
     replies = []
@@ -106,6 +127,7 @@ async def test_equal_seeds_send_equal_prompts_by_every_route():
     assert replies[0] == replies[1]
 
 
+@on_uvloop
 async def test_text_conversations_go_as_chat_with_the_real_reply():
     """The history a chat sends is what the model said; nothing of it was drawn."""
     plan = (Turn(2, 8, text="hello there"), Turn(1, 8, text="more"))
@@ -117,6 +139,7 @@ async def test_text_conversations_go_as_chat_with_the_real_reply():
     assert [r.prompt_tokens for r in outcome.records] == [9, 22]
 
 
+@on_uvloop
 async def test_the_next_turn_waits_for_the_last_token_and_the_pause():
     """Think time counts from the end of the reply, and the schedule says so exactly."""
     async with ScriptedCluster("1R") as cluster:
@@ -128,6 +151,7 @@ async def test_the_next_turn_waits_for_the_last_token_and_the_pause():
     assert second.scheduled_at_s == first.finished_at_s + 0.05
 
 
+@on_uvloop
 async def test_a_closed_loop_holds_its_number_of_users():
     """Never more than three conversations at a time, and all are served."""
     async with ScriptedCluster("1R", lambda _: FakeEngine(service=Service(0.005))) as cluster:
@@ -140,6 +164,7 @@ async def test_a_closed_loop_holds_its_number_of_users():
         assert sum(begins[c] <= at < ends[c] for c in ends) <= 3
 
 
+@on_uvloop
 async def test_warm_up_is_marked_and_apart():
     """Its records never count, and the point's clock starts after it."""
     warm = [Arrival(0.0, Conversation("w", (Turn(4, 2),)))]
@@ -166,6 +191,7 @@ async def test_warm_up_is_marked_and_apart():
     ],
     ids=str,
 )
+@on_uvloop
 async def test_each_failure_has_its_cause_and_ends_its_conversation_alone(fault, outcome, words):
     """The failing conversation stops; the others never notice."""
     faults = every(1000, fault)
@@ -180,6 +206,7 @@ async def test_each_failure_has_its_cause_and_ends_its_conversation_alone(fault,
     assert len(result.records) == 5
 
 
+@on_uvloop
 async def test_a_turn_over_its_time_is_cancelled_at_the_engine():
     """A stream that never ends costs no more than the limit, and the engine is told."""
     slow = Service(0.0, 10.0)
@@ -192,6 +219,7 @@ async def test_a_turn_over_its_time_is_cancelled_at_the_engine():
     assert result.records[0].outcome is Outcome.TIMEOUT
 
 
+@on_uvloop
 async def test_nobody_listening_is_an_error_before_the_point():
     """A cluster that is not there at the start is one sentence, not a point of failed turns."""
     async with FakeEngine() as engine:
@@ -201,6 +229,7 @@ async def test_nobody_listening_is_an_error_before_the_point():
         await play(spec, "roles", talks(2), live)
 
 
+@on_uvloop
 async def test_a_node_that_dies_during_the_point_refuses_what_comes_later():
     """Turns after the death are recorded as refused or broken, with the node's address."""
     async with ScriptedCluster("1R") as cluster:
@@ -217,6 +246,7 @@ async def test_a_node_that_dies_during_the_point_refuses_what_comes_later():
     assert outcomes[Outcome.REFUSED] > 0
 
 
+@on_uvloop
 async def test_a_point_that_is_stopped_cancels_what_is_out():
     """A timeout around the point leaves no request running at the engines."""
     async with ScriptedCluster("1R", lambda _: FakeEngine(service=Service(60.0))) as cluster:
@@ -228,6 +258,7 @@ async def test_a_point_that_is_stopped_cancels_what_is_out():
         assert cluster.engines["r0"].cancelled == 5
 
 
+@on_uvloop
 async def test_pull_without_an_offer_is_a_remote_turn_that_says_so():
     """A stream offers no KV, so nothing is pulled and the record does not claim it."""
     async with ScriptedCluster("1P_1D") as cluster:
@@ -237,6 +268,7 @@ async def test_pull_without_an_offer_is_a_remote_turn_that_says_so():
     assert {r.route for r in outcome.records} == {Route.REMOTE}
 
 
+@on_uvloop
 async def test_lags_are_measured():
     """Send lag and loop lag are there and are not negative."""
     async with ScriptedCluster("1R") as cluster:
@@ -245,3 +277,81 @@ async def test_lags_are_measured():
     assert facts["send_lag_p99_s"] >= 0
     assert facts["loop_lag_p99_s"] >= 0
     assert facts["window_s"] == pytest.approx(19 * 0.002)
+
+
+def validity(outcome, arrivals):
+    key = PointKey("1P_1D", "remote", "w", 1.0)
+    return aggregate(key, 1, outcome, Plan.of(arrivals))["validity"]
+
+
+@on_uvloop
+async def test_an_honest_cluster_proves_its_path_and_says_what_moved():
+    """D's own counters agree with the turns that went through P."""
+    arrivals = talks(12)
+    async with ScriptedCluster("1P_1D") as cluster:
+        outcome = await play(cluster, "remote", arrivals)
+
+    assert outcome.facts["path_proven"] is True
+    assert outcome.facts["bytes_moved"] > 0
+    assert "path_unproven" not in validity(outcome, arrivals)
+
+
+@on_uvloop
+async def test_a_d_that_ignores_the_hand_off_makes_the_point_unproven():
+    """Every answer is right and fast; only the counters show that P worked for nothing."""
+
+    def engine_for(node):
+        return FakeEngine(honest_handoff=node.role is Role.P)
+
+    arrivals = talks(12)
+    async with ScriptedCluster("1P_1D", engine_for) as cluster:
+        outcome = await play(cluster, "remote", arrivals)
+
+    assert all(r.ok for r in outcome.records)
+    assert "path_unproven" in validity(outcome, arrivals)
+
+
+@on_uvloop
+async def test_a_client_slowed_on_purpose_marks_itself_limited():
+    """Thirty milliseconds of blocked loop now and then, as a garbage collection may do."""
+
+    async def slow_down():
+        while True:
+            time.sleep(0.03)  # noqa: ASYNC251  (the very fault that is tested)
+            await asyncio.sleep(0.005)
+
+    arrivals = talks(30, turns=1)
+    async with ScriptedCluster("1P_1D") as cluster:
+        slow = asyncio.create_task(slow_down())
+        outcome = await play(cluster, "remote", arrivals)
+        slow.cancel()
+
+    assert "client_limited" in validity(outcome, arrivals)
+
+
+@on_uvloop
+async def test_a_cache_that_knew_the_prompts_contaminates_the_point():
+    """An engine that ignores the salt finds Turn 1's tokens, and the point may not vote."""
+    body = {"cache_salt": ""}
+    arrivals = talks(8, turns=1)
+    async with ScriptedCluster("1R") as cluster:
+        points = [await play(cluster, "roles", arrivals, settings(extra=body)) for _ in range(2)]
+
+    assert ["cache_contaminated" in validity(p, arrivals) for p in points] == [False, True]
+
+
+@on_uvloop
+async def test_ten_failing_conversations_of_a_hundred():
+    """90/10, and percentiles that count a failure as never finishing differ from the plain."""
+    faults = every(10, Fault(FaultKind.STATUS))
+    arrivals = talks(100, turns=1, gap_s=0.001)
+    async with ScriptedCluster("1R", lambda _: FakeEngine(faults=faults)) as cluster:
+        outcome = await play(cluster, "roles", arrivals)
+    point = aggregate(PointKey("1R", "roles", "w", 1.0), 1, outcome, Plan.of(arrivals))
+
+    assert point["success"] == 0.9
+    assert Counter(r.outcome for r in outcome.records) == {
+        Outcome.OK: 90, Outcome.UPSTREAM_STATUS: 10
+    }  # fmt: skip
+    assert point["all"]["adjusted"]["ttft_s"]["p95"] is None
+    assert point["all"]["ttft_s"]["p95"] > 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import typer
 
 from ppdbench import __version__
-from ppdbench.cli import build_table, import_, microbench, plot, serve, sweep
+from ppdbench.cli import build_table, doctor, import_, microbench, plot, serve, sweep
 from ppdbench.cli.output import show
 from ppdbench.cli.workload import workload
 
@@ -45,6 +45,7 @@ app.add_typer(import_.app, name="import")
 app.command(epilog=serve.EPILOG)(serve.serve)
 app.add_typer(workload, name="workload")
 app.command(epilog=microbench.EPILOG)(microbench.microbench)
+app.command(epilog=doctor.EPILOG)(doctor.doctor)
 
 
 def main() -> None:

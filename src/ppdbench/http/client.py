@@ -10,7 +10,7 @@ import asyncio
 import ssl
 import time
 from collections import defaultdict
-from typing import Protocol
+from typing import Protocol, cast
 
 import httptools
 
@@ -153,8 +153,8 @@ class _Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports have the interface without being asyncio.Transport.
+        self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         self._at_s = time.monotonic()

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Self
+from typing import Self, cast
 
 import httptools
 import orjson
@@ -177,8 +177,8 @@ class _ServerConnection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports have the interface without being asyncio.Transport.
+        self._transport = cast("asyncio.Transport", transport)
         self._connections.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,10 @@ from typing import Any
 import numpy as np
 
 from ppdbench.cluster.contract import ClusterSpec
+from ppdbench.cluster.counters import Readings, read_nodes
+from ppdbench.cluster.proof import Proof, prove
 from ppdbench.core.conversation import Arrival
+from ppdbench.core.errors import EngineError
 from ppdbench.load.clock import WallClock
 from ppdbench.load.conversation import Play
 from ppdbench.load.driver import Driver
@@ -23,6 +27,8 @@ from ppdbench.runs.points import PointOutcome
 BEAT_S = 0.01
 WATCH_EVERY_BEATS = 25
 CONNECTIONS_WARM = 8
+PROOF_ATTEMPTS = 4
+PROOF_PAUSE_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,7 @@ class _LivePoint:
         settings: LiveSettings,
         seed: int,
     ) -> None:
+        self._cluster = cluster
         self._settings = settings
         self._clock = WallClock()
         salt = f"{seed}-{secrets.token_hex(8)}"
@@ -96,12 +103,16 @@ class _LivePoint:
         await self._turns.warm(CONNECTIONS_WARM)
         if self._settings.warm_up:
             await self._offer(self._settings.warm_up, warm_up=True)
+        before = await self._read_nodes()
         self._clock.restart()
         self._turns.send_lags_s.clear()
         self._loop_lags_s.clear()
         await self._offer(arrivals, warm_up=False)
         wall_s = self._clock.now_s
-        return PointOutcome(self._play.records, self._facts(arrivals), {"wall_s": wall_s})
+        facts = self._facts(arrivals)
+        if before is not None:
+            facts |= _proof_facts(await self._proof(before))
+        return PointOutcome(self._play.records, facts, {"wall_s": wall_s})
 
     async def close(self) -> None:
         await self._turns.close()
@@ -131,6 +142,27 @@ class _LivePoint:
                 if self._settings.on_progress is not None:
                     self._settings.on_progress(len(self._play.records), self._turns.turns_out)
 
+    async def _read_nodes(self) -> Readings | None:
+        """What the nodes have counted so far; ``None`` when one of them does not say."""
+        try:
+            return await asyncio.to_thread(read_nodes, self._cluster)
+        except (EngineError, ValueError):  # no /metrics, or none that can be parsed
+            return None
+
+    async def _proof(self, before: Readings) -> Proof | None:
+        """Which path the turns took. Engines count at their next step, so a no is asked again."""
+        counted = Counter(r.route for r in self._play.records if r.ok and not r.warm_up)
+        proof = None
+        for _ in range(PROOF_ATTEMPTS):
+            after = await self._read_nodes()
+            if after is None:
+                return None
+            proof = prove(self._cluster, before, after, counted)
+            if not proof.problems:
+                break
+            await asyncio.sleep(PROOF_PAUSE_S)
+        return proof
+
     def _facts(self, arrivals: Sequence[Arrival]) -> dict[str, Any]:
         instants = [arrival.at_s for arrival in arrivals]
         counted = [r for r in self._play.records if not r.warm_up]
@@ -143,6 +175,16 @@ class _LivePoint:
             "recomputed_tokens": sum(recomputed) if recomputed else None,
             "window_s": max(instants) - min(instants) if instants else 0.0,
         }
+
+
+def _proof_facts(proof: Proof | None) -> dict[str, Any]:
+    if proof is None:
+        return {}
+    return {
+        "path_proven": proof.proven,
+        "path_problems": list(proof.problems),
+        "bytes_moved": proof.bytes_moved,
+    }
 
 
 def _p99(values: Sequence[float]) -> float | None:

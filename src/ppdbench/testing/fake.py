@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ class FakeEngine:
         self._in_service = 0
         self._counters: dict[str, float] = dict.fromkeys(
             ("local_compute", "local_cache_hit", "external_kv_transfer", "bytes", "transfers",
-             "failed_transfers", "prompt", "generated", "finished"), 0
+             "transfer_s", "failed_transfers", "prompt", "generated", "finished"), 0
         )  # fmt: skip
         self._shell = OpenAiShell(self, host=host, port=port, routes={"/fake/take": self._give_kv})
         self._pool = Pool()
@@ -213,6 +214,8 @@ class FakeEngine:
             f'vllm:request_success_total{{{name},finished_reason="length"}} {count["finished"]}',
             f"vllm:nixl_bytes_transferred_sum{{{name}}} {count['bytes']}",
             f"vllm:nixl_bytes_transferred_count{{{name}}} {count['transfers']}",
+            f"vllm:nixl_xfer_time_seconds_sum{{{name}}} {count['transfer_s']}",
+            f"vllm:nixl_xfer_time_seconds_count{{{name}}} {count['transfers']}",
             f"vllm:nixl_num_failed_transfers_total{{{name}}} {count['failed_transfers']}",
             f"vllm:nixl_num_kv_expired_reqs_total{{{name}}} 0",
             *(
@@ -243,7 +246,9 @@ class FakeEngine:
             self._run(job, 0)
 
     async def _pull_then_run(self, job: _Job, params: dict[str, Any]) -> None:
+        begin_s = time.monotonic()
         held = await self._take_kv(params)
+        self._counters["transfer_s"] += time.monotonic() - begin_s
         job.pulling = None
         self._run(job, held)
 
