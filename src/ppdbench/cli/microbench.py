@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ppdbench.cli.output import command, say, show, show_json
+from ppdbench.cli.output import command, say, show_json
 
 if TYPE_CHECKING:
-    from ppdbench.experiments.microbench.bench import Chosen, Finished
+    from ppdbench.experiments.microbench.attribution_run import AttributionPlan
+    from ppdbench.experiments.microbench.bench import Finished
+    from ppdbench.experiments.microbench.engines import Chosen
+    from ppdbench.experiments.microbench.plan import InterferencePlan
 
 EPILOG = "Example: ppd microbench --backend vllm --device cpu -o results/interference"
 
-DEFAULT_GRID = ((1, 4, 16, 50, 100, 200), (0, 256, 2048, 8192, 32768, 65536),
-                (16, 64, 128, 512, 1024, 4096))  # fmt: skip
-CPU_GRID = ((1, 4, 16), (512, 2048), (32, 128, 512))
-"""What a laptop measures in a few minutes."""
+BACKENDS = ("sim", "vllm", "attach")
+PROTOCOLS = ("interference", "paper")
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The experiment's options as typed."""
+
+    batch: str | None
+    context: str | None
+    new: str | None
+    repeats: int
+    seed: int
+    victim_context: int
+    shared_prefix: bool
+    doses: int
+    dose_rate: float | None
+    dose_output: int
+
+    @property
+    def explicit(self) -> bool:
+        return any((self.batch, self.context, self.new))
 
 
 @command
 def microbench(
     *,
     backend: Annotated[str, typer.Option(help="sim, vllm or attach.")] = "sim",
-    protocol: Annotated[str, typer.Option(help="interference.")] = "interference",
+    protocol: Annotated[
+        str, typer.Option(help="interference, or paper: the published test and its controls.")
+    ] = "interference",
     batch: Annotated[
-        str | None, typer.Option(help="Victims, as in 1,4,16 [limited by the engine].")
+        str | None, typer.Option(help="Victims, as in 1,4,16 [what the engine holds].")
     ] = None,
     context: Annotated[
         str | None, typer.Option(help="Cached tokens of an append, as in 512,2048.")
@@ -63,17 +87,9 @@ def microbench(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,  # noqa: ARG001
 ) -> None:
     """Measure how much a full prefill and an append slow the decodes beside them."""
-    from ppdbench.core.errors import UsageError
-    from ppdbench.experiments.microbench.bench import Chosen, run_interference
-    from ppdbench.experiments.microbench.plan import InterferencePlan
-    from ppdbench.experiments.microbench.results import refuse_existing
+    _check(backend, protocol, out)
+    from ppdbench.experiments.microbench.engines import Chosen
 
-    if backend not in ("sim", "vllm", "attach"):
-        raise UsageError(f"backend {backend!r} is unknown; backends are sim, vllm and attach")
-    if protocol != "interference":
-        raise UsageError(f"protocol {protocol!r} is unknown; there is: interference")
-    if out is not None:
-        refuse_existing(out)
     chosen = Chosen(
         backend,
         model,
@@ -85,52 +101,89 @@ def microbench(
         cluster_file=cluster,
         settings={"gpu": gpu},
     )
-    batches, contexts, new_tokens = _grid(chosen, batch, context, new)
-    plan = InterferencePlan(
-        batches,
-        contexts,
-        new_tokens,
-        repeats=repeats,
-        seed=seed,
-        victim_context_tokens=victim_context,
-        shared_prefix=shared_prefix,
-        doses=doses,
-        dose_rate_per_s=dose_rate,
-        dose_output_tokens=dose_output,
-    )
-    finished = run_interference(
+    wanted = _Wanted(
+        batch, context, new, repeats, seed, victim_context, shared_prefix, doses, dose_rate,
+        dose_output,
+    )  # fmt: skip
+    _deliver(_run(chosen, protocol, wanted, keep_records=keep_records), out, as_json=as_json)
+
+
+def _check(backend: str, protocol: str, out: Path | None) -> None:
+    """Say before the run what would fail after it."""
+    from ppdbench.core.errors import UsageError
+    from ppdbench.experiments.microbench.results import refuse_existing
+
+    if backend not in BACKENDS:
+        raise UsageError(f"backend {backend!r} is unknown; backends are {', '.join(BACKENDS)}")
+    if protocol not in PROTOCOLS:
+        raise UsageError(f"protocol {protocol!r} is unknown; protocols are {', '.join(PROTOCOLS)}")
+    if out is not None:
+        refuse_existing(out)
+
+
+def _run(chosen: Chosen, protocol: str, wanted: _Wanted, *, keep_records: bool) -> Finished:
+    from ppdbench.experiments.microbench.bench import run_attribution, run_interference
+
+    if protocol == "paper":
+        plan = _attribution_plan(chosen, wanted)
+        return run_attribution(chosen, plan, keep_records=keep_records, tell=say)
+    return run_interference(
         chosen,
-        plan,
-        explicit=any((batch, context, new)),
+        _interference_plan(chosen, wanted),
+        explicit=wanted.explicit,
         keep_records=keep_records,
         tell=say,
     )
-    _deliver(finished, out, as_json=as_json)
 
 
-def _grid(
-    chosen: Chosen, batch: str | None, context: str | None, new: str | None
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    batches, contexts, new_tokens = (
-        CPU_GRID if chosen.backend == "vllm" and chosen.device == "cpu" else DEFAULT_GRID
+def _interference_plan(chosen: Chosen, wanted: _Wanted) -> InterferencePlan:
+    from ppdbench.experiments.microbench.plan import CPU_GRID, DEFAULT_GRID, InterferencePlan
+
+    batches, contexts, new_tokens = CPU_GRID if chosen.is_cpu else DEFAULT_GRID
+    return InterferencePlan(
+        _counts(wanted.batch, "batch") or batches,
+        _counts(wanted.context, "context") or contexts,
+        _counts(wanted.new, "new") or new_tokens,
+        repeats=wanted.repeats,
+        seed=wanted.seed,
+        victim_context_tokens=wanted.victim_context,
+        shared_prefix=wanted.shared_prefix,
+        doses=wanted.doses,
+        dose_rate_per_s=wanted.dose_rate,
+        dose_output_tokens=wanted.dose_output,
     )
-    return (
-        _counts(batch, "batch") if batch else batches,
-        _counts(context, "context") if context else contexts,
-        _counts(new, "new") if new else new_tokens,
+
+
+def _attribution_plan(chosen: Chosen, wanted: _Wanted) -> AttributionPlan:
+    from ppdbench.core.errors import UsageError
+    from ppdbench.experiments.microbench.attribution_run import AttributionPlan, default_batches
+    from ppdbench.experiments.microbench.engines import no_cascade_switch
+
+    if wanted.context or wanted.new:
+        raise UsageError(
+            "--protocol paper fixes contexts and new tokens; leave out --context and --new"
+        )
+    batches, control_batch = default_batches(_counts(wanted.batch, "batch"), cpu=chosen.is_cpu)
+    return AttributionPlan(
+        batches,
+        control_batch,
+        repeats=wanted.repeats,
+        seed=wanted.seed,
+        no_cascade_switch=no_cascade_switch(chosen),
     )
 
 
-def _counts(text: str, name: str) -> tuple[int, ...]:
+def _counts(text: str | None, name: str) -> tuple[int, ...]:
     from ppdbench.core.errors import UsageError
 
     try:
-        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+        return tuple(dict.fromkeys(int(part) for part in text.split(","))) if text else ()
     except ValueError:
         raise UsageError(f"--{name} {text!r}: whole numbers with commas, as in 1,4,16") from None
 
 
 def _deliver(finished: Finished, out: Path | None, *, as_json: bool) -> None:
+    from ppdbench.cli.microbench_tables import show_document
     from ppdbench.experiments.microbench.results import write_result
 
     if out is not None:
@@ -139,37 +192,4 @@ def _deliver(finished: Finished, out: Path | None, *, as_json: bool) -> None:
     if as_json:
         show_json(finished.document)
     else:
-        _show_rows(finished.document)
-
-
-def _show_rows(document: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("kind", "batch", "context", "new", "slowdown", "95 %", "TPOT ms", "p99 gap ms",
-                  "largest ms", "TTFT ms", title=_title(document))  # fmt: skip
-    for row in document["rows"]:
-        table.add_row(*_cells(row))
-    Console().print(table)
-    show(document["finding"])
-
-
-def _title(document: dict[str, Any]) -> str:
-    kind = "SIMULATED" if document["simulated"] else "measured"
-    return f"Decode slowdown, {kind}: {document['model']} on {document['gpu'] or 'its engine'}"
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    interval = row["slowdown_ci"]
-    return [
-        row["kind"],
-        str(row["batch"]),
-        f"{row['context_tokens']:,}",
-        f"{row['new_tokens']:,}",
-        f"{row['slowdown_mean']:+.1%}",
-        "–" if interval is None else f"{interval[0]:+.1%} … {interval[1]:+.1%}",
-        *(
-            f"{row[name] * 1e3:.1f}"
-            for name in ("tpot_dosed_s", "itl_p99_s", "max_gap_s", "injected_ttft_s")
-        ),
-    ]
+        show_document(finished.document)

@@ -2,49 +2,33 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import uvloop
 
-from ppdbench.cluster.contract import ClusterSpec, cluster_from_options, read_cluster
-from ppdbench.cluster.launch import Cluster, LaunchOptions, launch
-from ppdbench.cluster.vllm_args import Device
-from ppdbench.core.errors import UsageError
-from ppdbench.core.seeds import seed_for
-from ppdbench.core.topology import Topology
+from ppdbench.experiments.microbench.attribution_run import (
+    Attribution,
+    AttributionPlan,
+    measure_attribution,
+    simulate_attribution,
+)
+from ppdbench.experiments.microbench.engines import (
+    Chosen,
+    Told,
+    live_engine,
+    sim_config,
+    simulated_identity,
+)
 from ppdbench.experiments.microbench.interference import Interference, measure, simulate
 from ppdbench.experiments.microbench.live import LiveEngine
-from ppdbench.experiments.microbench.plan import InterferencePlan
+from ppdbench.experiments.microbench.plan import InterferencePlan, Limits
 from ppdbench.experiments.microbench.preflight import look
 from ppdbench.experiments.microbench.results import SCHEMA_VERSION
 from ppdbench.experiments.microbench.simulated import SimulatedEngine
 from ppdbench.runs.manifest import EngineIdentity, Manifest
 from ppdbench.runs.records import TurnRecord
-from ppdbench.sim.config import SimConfig
-
-Told = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Which engine. ``urls`` (role=URL) name an attached one; ``settings`` are the simulator's."""
-
-    backend: str
-    model: str | None = None
-    device: str = "cuda"
-    vllm: str | None = None
-    gpus: tuple[str, ...] = ()
-    engine_args: tuple[str, ...] = ()
-    urls: tuple[str, ...] = ()
-    cluster_file: Path | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -100,93 +84,39 @@ def run_live(work: Coroutine[Any, Any, Finished]) -> Finished:
     return finished
 
 
-def sim_config(chosen: Chosen) -> SimConfig:
-    """The simulator's configuration; what was not chosen is its default."""
-    wanted = {"model": chosen.model, **chosen.settings}
-    return SimConfig(**{name: value for name, value in wanted.items() if value is not None})
+def run_attribution(
+    chosen: Chosen, plan: AttributionPlan, *, keep_records: bool, tell: Told
+) -> Finished:
+    """The published test and its controls on the chosen engine."""
+    if chosen.backend == "sim":
+        config = sim_config(chosen)
+        engines = {on: SimulatedEngine(config, seed=plan.seed, cascade=on) for on in (True, False)}
+        found = simulate_attribution(plan, engines, keep_records=keep_records)
+        return _attributed(found, simulated_identity(engines[True]))
+    return run_live(_attribute_live(chosen, plan, tell))
 
 
-def simulated_identity(engine: SimulatedEngine) -> EngineIdentity:
-    config = engine.config
-    return EngineIdentity(
-        backend="sim",
-        engine="simulator",
-        model=config.model,
-        dtype="bfloat16",
-        gpu=config.gpu,
-        connector=config.connector,
-        block_size=config.block_tokens,
-        flags={"costs": config.costs, "cascade": engine.cascade},
-    )
+async def _attribute_live(chosen: Chosen, plan: AttributionPlan, tell: Told) -> Finished:
+    identities: list[EngineIdentity] = []
+    found = await measure_attribution(plan, _launches(chosen, plan, identities, tell), tell)
+    return _attributed(found, replace(identities[0], block_size=found.limits.block_tokens))
 
 
-@asynccontextmanager
-async def live_engine(
-    chosen: Chosen, seed: int, tell: Told
-) -> AsyncIterator[tuple[LiveEngine, EngineIdentity]]:
-    """One node to measure: launched for the occasion, or the first R, D or pD of those named.
-
-    Prompts differ from run to run, so that an attached engine's cache cannot know them.
-    """
-    with _cluster(chosen, Topology.parse("1R"), tell) as cluster:
-        node = next((n for n in cluster.nodes if n.role.decodes), None)
-        if node is None:
-            raise UsageError("the cluster has no R, D or pD, so nothing decodes; name one")
-        facts = cluster.facts
-        engine = LiveEngine(
-            node.url,
-            chosen.model if chosen.backend == "attach" and chosen.model else facts.model,
-            seed=seed_for(seed, time.time_ns()),
-            node=node.name,
-            headers=node.headers(),
-        )
-        try:
-            yield engine, live_identity(chosen, facts.version, engine.model, facts.block_size)
-        finally:
-            await engine.close()
+async def _launches(
+    chosen: Chosen, plan: AttributionPlan, identities: list[EngineIdentity], tell: Told
+) -> AsyncIterator[tuple[bool, LiveEngine, Limits]]:
+    """With cascade attention, then without; once, as it is, where there is no switch."""
+    flags = {True: ("--no-disable-cascade-attn",), False: ("--disable-cascade-attn",)}
+    for cascade in (True,) if plan.no_cascade_switch else (True, False):
+        more = () if plan.no_cascade_switch else flags[cascade]
+        one = replace(chosen, engine_args=(*chosen.engine_args, *more))
+        async with live_engine(one, plan.seed, tell) as (engine, identity):
+            identities.append(identity)
+            tell("preflight: limits and cached tokens")
+            yield cascade, engine, await look(engine)
 
 
-def live_identity(
-    chosen: Chosen, version: str | None, model: str, block_size: int | None
-) -> EngineIdentity:
-    return EngineIdentity(
-        backend=chosen.backend,
-        engine="vllm",
-        engine_version=version,
-        model=model,
-        gpu="cpu" if chosen.backend == "vllm" and chosen.device == "cpu" else None,
-        block_size=block_size,
-        flags={"engine_args": list(chosen.engine_args)},
-    )
-
-
-@contextmanager
-def _cluster(chosen: Chosen, topology: Topology, tell: Told) -> Iterator[Cluster]:
-    """The nodes: launched here, or named by the user. Logs of a launch that failed are kept."""
-    if chosen.backend == "attach":
-        yield Cluster(_attached(chosen))
-        return
-    logs = Path(tempfile.mkdtemp(prefix="ppd-microbench-"))
-    with launch(topology, _launch_options(chosen), logs, tell) as cluster:
-        yield cluster
-    shutil.rmtree(logs, ignore_errors=True)
-
-
-def _attached(chosen: Chosen) -> ClusterSpec:
-    if chosen.cluster_file is not None:
-        return read_cluster(chosen.cluster_file)
-    if chosen.urls:
-        return cluster_from_options(chosen.urls)
-    raise UsageError(
-        "--backend attach needs to know where: give --node R=http://host:port or --cluster FILE"
-    )
-
-
-def _launch_options(chosen: Chosen) -> LaunchOptions:
-    return LaunchOptions(
-        model=chosen.model,
-        device=Device(chosen.device),
-        gpus=chosen.gpus,
-        vllm=chosen.vllm,
-        engine_args=chosen.engine_args,
-    )
+def _attributed(found: Attribution, identity: EngineIdentity) -> Finished:
+    plan = found.plan
+    document = header("paper", identity) | {"plan": asdict(plan)} | found.document()
+    return Finished(document, found.records, Manifest(identity, grid="microbench", seed=plan.seed))

@@ -14,6 +14,17 @@ WINDOW_TOKENS = 64
 """Victims are watched from the injection to the last of their next 64 tokens."""
 
 
+DEFAULT_GRID = (
+    (1, 4, 16, 50, 100, 200),
+    (0, 256, 2048, 8192, 32768, 65536),
+    (16, 64, 128, 512, 1024, 4096),
+)
+"""Batches, contexts and new tokens; cut to what the engine holds."""
+
+CPU_GRID = ((1, 4, 16), (512, 2048), (32, 128, 512))
+"""What a laptop measures in a few minutes."""
+
+
 class Kind(StrEnum):
     """FULL: nothing of the prompt is cached. APPEND: its context is."""
 

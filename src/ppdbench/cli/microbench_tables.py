@@ -1,0 +1,71 @@
+"""A micro-benchmark's document as tables on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ppdbench.cli.output import show
+
+Document = Mapping[str, Any]
+
+
+def show_document(document: Document) -> None:
+    """Rows, then controls where there are any, then the finding in words."""
+    console = Console()
+    console.print(_rows(document))
+    if document["protocol"] == "paper":
+        console.print(_controls(document))
+    show(document["finding"])
+
+
+def _title(document: Document, what: str) -> str:
+    kind = "SIMULATED" if document["simulated"] else "measured"
+    return f"{what}, {kind}: {document['model']} on {document['gpu'] or 'its engine'}"
+
+
+def _rows(document: Document) -> Table:
+    first = ("form", "N") if document["protocol"] == "paper" else ()
+    table = Table(
+        *first, "kind", "batch", "context", "new", "slowdown", "95 %", "TPOT ms", "p99 gap ms",
+        "largest ms", "TTFT ms", title=_title(document, "Decode slowdown"),
+    )  # fmt: skip
+    for row in document["rows"]:
+        lead = [row["form"], str(row["injected"])] if first else []
+        table.add_row(*lead, *_cells(row))
+    return table
+
+
+def _cells(row: Document) -> list[str]:
+    milliseconds = ("tpot_dosed_s", "itl_p99_s", "max_gap_s", "injected_ttft_s")
+    return [
+        row["kind"],
+        str(row["batch"]),
+        f"{row['context_tokens']:,}",
+        f"{row['new_tokens']:,}",
+        f"{row['slowdown_mean']:+.1%}",
+        _interval(row["slowdown_ci"]),
+        *("–" if row[name] is None else f"{row[name] * 1e3:.1f}" for name in milliseconds),
+    ]
+
+
+def _controls(document: Document) -> Table:
+    table = Table(
+        "control", "of", "gap", "gap left", "removes", "95 %",
+        title=_title(document, "What each control removes of full − append"),
+    )  # fmt: skip
+    for row in document["controls"]:
+        name = row["control"].replace("_", " ")
+        if row["removed"] is None:
+            table.add_row(name, row["of"], "", "", row["reason"], "")
+        else:
+            shares = [f"{row[key]:.1%}" for key in ("gap_before", "gap", "removed")]
+            table.add_row(name, row["of"], *shares, _interval(row["removed_ci"]))
+    return table
+
+
+def _interval(bounds: list[float] | None) -> str:
+    return "–" if bounds is None else f"{bounds[0]:+.1%} … {bounds[1]:+.1%}"
