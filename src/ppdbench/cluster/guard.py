@@ -51,7 +51,7 @@ class Guard:
         answer = self._ask(
             do="start", argv=command.argv, environment=dict(command.environment), log=str(log)
         )
-        return Started(answer["pid"], answer["started_at_s"])
+        return Started(answer["pid"], answer["start_ticks"])
 
     def exit_code(self, node: Started) -> int | None:
         """``None`` while it runs; negative for a signal."""
@@ -114,7 +114,7 @@ class _Holder:
             return {"error": str(error)}
         self._popens[child.pid] = child
         self._started[child.pid] = started(child.pid)
-        return {"pid": child.pid, "started_at_s": self._started[child.pid].started_at_s}
+        return {"pid": child.pid, "start_ticks": self._started[child.pid].start_ticks}
 
     def stop(self, pids: list[int], grace_s: float) -> None:
         stop([self._started.pop(pid) for pid in pids if pid in self._started], grace_s)

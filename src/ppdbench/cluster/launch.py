@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ppdbench.cluster import control
@@ -20,6 +20,9 @@ from ppdbench.cluster.processes import Started, free_ports
 from ppdbench.cluster.proof import Proof, prove
 from ppdbench.cluster.tiny_model import NAME, tiny_model
 from ppdbench.cluster.vllm_args import (
+    FIRST_DRY_NIXL_PORT,
+    FIRST_DRY_PORT,
+    NEWEST_KNOWN_VERSION,
     Device,
     EngineOptions,
     NodeCommand,
@@ -156,6 +159,11 @@ class LaunchedCluster(Cluster):
         if running:
             self._guard.stop(running)
 
+    def detach(self) -> None:
+        """Let the nodes outlive this process; from now on nothing here ends them."""
+        self._guard.detach()
+        self._running = {}
+
     def restart(self) -> None:
         self.stop()
         self.start()
@@ -248,6 +256,22 @@ def vllm_commands(topology: Topology, options: LaunchOptions) -> tuple[NodeComma
     return node_commands(topology, engine_options(options), pairs, cores)
 
 
+def planned_commands(topology: Topology, options: LaunchOptions) -> tuple[NodeCommand, ...]:
+    """What :func:`vllm_commands` gives, for a machine that need not be this one.
+
+    No engine is looked for: without ``options.vllm`` it is ``python`` of the newest vLLM known
+    here, GPUs are numbered from 0 where none are named, and ports are conventional.
+    """
+    known = _engine_options(options, options.vllm or "python", NEWEST_KNOWN_VERSION)
+    widths = [known.tensor_parallel.get(node.role, 1) for node in topology.nodes]
+    if known.device is Device.CUDA and not known.gpus:
+        known = replace(known, gpus=tuple(map(str, range(sum(widths)))))
+    pairs = [
+        NodePorts(FIRST_DRY_PORT + i, FIRST_DRY_NIXL_PORT + i) for i in range(len(topology.nodes))
+    ]
+    return node_commands(topology, known, pairs, sorted(os.sched_getaffinity(0)))
+
+
 def engine_options(options: LaunchOptions) -> EngineOptions:
     """Find the engine, its version and the model.
 
@@ -255,13 +279,17 @@ def engine_options(options: LaunchOptions) -> EngineOptions:
         UsageError: CUDA without a model.
         EngineError: there is no engine.
     """
-    model, name, tiny = _model(options)
     python = find_python(options.vllm, options.device)
+    return _engine_options(options, python, engine_version(python)[1])
+
+
+def _engine_options(options: LaunchOptions, python: str, version: tuple[int, int]) -> EngineOptions:
+    model, name, tiny = _model(options)
     return EngineOptions(
         model=model,
         served_model_name=name,
         python=python,
-        version=engine_version(python)[1],
+        version=version,
         device=options.device,
         gpus=options.gpus,
         tensor_parallel=options.tensor_parallel,

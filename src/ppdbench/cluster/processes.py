@@ -20,15 +20,19 @@ from ppdbench.core.errors import EngineError
 _TRACKER = "resource_tracker"
 """Python's helper that unlinks shared memory once its users are gone; it must outlive them."""
 
+_ORPHAN_GRACE_S = 1.0
 _PORT_RANGE = (20000, 32000)
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The leader of a process group that is its own session."""
+    """The leader of a session. ``start_ticks`` is the kernel's clock at its start, since boot.
+
+    Wall-clock start times move when the clock is set; these do not.
+    """
 
     pid: int
-    started_at_s: float
+    start_ticks: int
 
     def alive(self) -> bool:
         """Whether this very process still runs; a later owner of its pid does not count."""
@@ -36,12 +40,26 @@ class Started:
 
     def process(self) -> psutil.Process | None:
         """The process itself, ``None`` when it has ended."""
+        if start_ticks(self.pid) != self.start_ticks or _is_zombie(self.pid):
+            return None
         try:
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started_at_s) < 0.05
-            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+            return psutil.Process(self.pid)
         except psutil.Error:
             return None
+
+
+def start_ticks(pid: int) -> int | None:
+    """Field 22 of ``/proc/PID/stat``; ``None`` when there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def boot_id() -> str:
+    """Changes with every boot, so that pids and ticks of an earlier one are known as such."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def start(
@@ -70,8 +88,10 @@ def start(
 
 
 def started(pid: int) -> Started:
-    """Identify a process that certainly runs: a child not yet waited for."""
-    return Started(pid, psutil.Process(pid).create_time())
+    """Identify a process that certainly exists: a child not yet waited for."""
+    ticks = start_ticks(pid)
+    assert ticks is not None
+    return Started(pid, ticks)
 
 
 def stop(leaders: Iterable[Started], grace_s: float) -> None:
@@ -81,12 +101,17 @@ def stop(leaders: Iterable[Started], grace_s: float) -> None:
     members of its session are still ended: they are the engine's children.
     """
     families = [_family(leader) for leader in leaders]
+    heads = [process for family in families for process in family[:1]]
     everyone = [process for family in families for process in family]
-    for family in families:
-        _signal(family[:1], signal.SIGTERM)
-    _wait(everyone, grace_s)
-    _signal([p for p in everyone if not _is_tracker(p)], signal.SIGKILL)
-    _wait(everyone, 2.0)
+    workers = [process for process in everyone if not _is_tracker(process)]
+    for number, whom, limit_s in (
+        (signal.SIGTERM, heads, grace_s),  # an engine ends its own children best
+        (signal.SIGTERM, workers, _ORPHAN_GRACE_S),
+        (signal.SIGKILL, workers, _ORPHAN_GRACE_S),
+    ):
+        _signal(whom, number)
+        _wait(whom, limit_s)
+    _wait(everyone, _ORPHAN_GRACE_S)
     _signal(everyone, signal.SIGKILL)
     _wait(everyone, 5.0)
 

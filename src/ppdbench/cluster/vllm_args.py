@@ -13,13 +13,44 @@ from ppdbench.core.topology import NodeSpec, Role, Topology
 
 HOST = "127.0.0.1"
 MIN_VERSION = (0, 21)
+NEWEST_KNOWN_VERSION = (0, 32)
 EXPLICIT_ROLES_VERSION = (0, 23)
 """Before it every NIXL node is ``kv_both``; since then that is deprecated for P and D roles."""
+
+FIRST_DRY_PORT = 8101
+FIRST_DRY_NIXL_PORT = 5601
+"""Ports in commands that are only shown; a start takes ports that are free."""
 
 
 class Device(StrEnum):
     CUDA = "cuda"
     CPU = "cpu"
+
+
+def read_device(text: str) -> Device:
+    """A device as written in options."""
+    try:
+        return Device(text)
+    except ValueError:
+        raise UsageError(f"--device {text!r} is unknown; known: cuda, cpu") from None
+
+
+def read_tensor_parallel(text: str) -> dict[Role, int]:
+    """``2`` for every role, or ``P=2,D=1``; roles that are not named have 1."""
+    try:
+        if "=" not in text:
+            return dict.fromkeys(Role, _positive(text))
+        pairs = [part.split("=") for part in text.split(",")]
+        return {Role(role): _positive(width) for role, width in pairs}
+    except ValueError:
+        raise UsageError(f"--tp {text!r} is neither a number nor like P=2,D=1") from None
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,120 @@
+"""What ``ppd cluster up`` leaves in its state folder, so that ``down`` ends that and no more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppdbench.cluster.contract import ClusterSpec, Node, read_cluster, write_cluster
+from ppdbench.cluster.processes import Started, boot_id, stop
+from ppdbench.core.errors import UsageError
+
+_SCHEMA = 1
+_GRACE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """A detached cluster. ``processes`` are by node name and belong to the boot ``boot``."""
+
+    backend: str
+    spec: ClusterSpec
+    processes: Mapping[str, Started]
+    boot: str
+
+    def alive(self, node: Node) -> bool:
+        """Whether the process we started for ``node`` still runs."""
+        return self.boot == boot_id() and self.processes[node.name].alive()
+
+
+class StateFolder:
+    """One cluster at most. Holds ``state.json``, ``cluster.toml`` and ``logs/``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __repr__(self) -> str:
+        return f"<StateFolder {self.folder}>"
+
+    @property
+    def cluster_file(self) -> Path:
+        return self.folder / "cluster.toml"
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+    @property
+    def _file(self) -> Path:
+        return self.folder / "state.json"
+
+    def read(self) -> ClusterState | None:
+        """The cluster that was put up here, ``None`` when there is none.
+
+        Raises:
+            UsageError: the state file is damaged.
+        """
+        try:
+            document = json.loads(self._file.read_text())
+            processes = {name: Started(*pair) for name, pair in document["processes"].items()}
+            spec = read_cluster(self.cluster_file)
+            return ClusterState(document["backend"], spec, processes, document["boot"])
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"state file {self._file} is damaged ({error}); end its processes by hand, "
+                "then remove it"
+            ) from error
+
+    def refuse_second(self) -> None:
+        """Make sure that a cluster may be put up here; what is left of a dead one is removed.
+
+        Raises:
+            UsageError: one is up already.
+        """
+        state = self.read()
+        if state is None:
+            return
+        if any(state.alive(node) for node in state.spec.nodes):
+            raise UsageError(
+                f"a {state.spec.topology} cluster is up already (state in {self.folder}); "
+                "`ppd cluster down` ends it, or choose another folder with --state"
+            )
+        self._remove()
+
+    def write(self, backend: str, spec: ClusterSpec, processes: Mapping[str, Started]) -> None:
+        """Record a cluster that is ready.
+
+        Raises:
+            UsageError: another one was recorded here meanwhile.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        document = {
+            "schema": _SCHEMA,
+            "backend": backend,
+            "boot": boot_id(),
+            "processes": {name: [p.pid, p.start_ticks] for name, p in processes.items()},
+        }
+        try:
+            with self._file.open("x") as file:
+                json.dump(document, file, indent=1)
+        except FileExistsError:
+            raise UsageError(f"another cluster came up in {self.folder} meanwhile") from None
+        write_cluster(spec, self.cluster_file)
+
+    def down(self) -> ClusterState | None:
+        """End what was started here, wait until it is gone, forget it; logs stay."""
+        state = self.read()
+        if state is None:
+            return None
+        if state.boot == boot_id():
+            stop(state.processes.values(), _GRACE_S)
+        self._remove()
+        return state
+
+    def _remove(self) -> None:
+        self._file.unlink(missing_ok=True)
+        self.cluster_file.unlink(missing_ok=True)
