@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ppdbench.cluster import control
 from ppdbench.cluster.canary import preflight
@@ -262,7 +263,9 @@ def planned_commands(topology: Topology, options: LaunchOptions) -> tuple[NodeCo
     No engine is looked for: without ``options.vllm`` it is ``python`` of the newest vLLM known
     here, GPUs are numbered from 0 where none are named, and ports are conventional.
     """
-    known = _engine_options(options, options.vllm or "python", NEWEST_KNOWN_VERSION)
+    known = _engine_options(
+        options, _model(options), options.vllm or "python", NEWEST_KNOWN_VERSION
+    )
     widths = [known.tensor_parallel.get(node.role, 1) for node in topology.nodes]
     if known.device is Device.CUDA and not known.gpus:
         known = replace(known, gpus=tuple(map(str, range(sum(widths)))))
@@ -305,13 +308,18 @@ def _engine_options(options: LaunchOptions, python: str, version: tuple[int, int
     )
 
 
-def _model(options: LaunchOptions) -> tuple[str, str, bool]:
-    """Path or name, served name, and whether it is the tiny one."""
+class _Model(NamedTuple):
+    path_or_name: str
+    served_name: str
+    tiny: bool
+
+
+def _model(options: LaunchOptions) -> _Model:
     if options.model is not None:
-        return options.model, options.model, False
+        return _Model(options.model, options.model, tiny=False)
     if options.device is Device.CUDA:
         raise UsageError(
             "--device cuda needs --model, as in --model meta-llama/Llama-3.1-8B; "
             "--device cpu without one uses a tiny Llama"
         )
-    return str(tiny_model()), NAME, True
+    return _Model(str(tiny_model()), NAME, tiny=True)

@@ -194,6 +194,8 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def _bound(probe: socket.socket, host: str, port: int) -> bool:
+    """As servers bind: connections that have just closed do not count as taken."""
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         probe.bind((host, port))
     except OSError:
