@@ -282,12 +282,15 @@ def engine_options(options: LaunchOptions) -> EngineOptions:
         UsageError: CUDA without a model.
         EngineError: there is no engine.
     """
+    model = _model(options)
     python = find_python(options.vllm, options.device)
-    return _engine_options(options, python, engine_version(python)[1])
+    return _engine_options(options, model, python, engine_version(python)[1])
 
 
-def _engine_options(options: LaunchOptions, python: str, version: tuple[int, int]) -> EngineOptions:
-    model, name, tiny = _model(options)
+def _engine_options(
+    options: LaunchOptions, chosen: _Model, python: str, version: tuple[int, int]
+) -> EngineOptions:
+    model, name, tiny = chosen
     return EngineOptions(
         model=model,
         served_model_name=name,
