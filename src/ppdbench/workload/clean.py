@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from ppdbench.workload.account import Account, Ledger
 from ppdbench.workload.chat import Chat, Message, RawChat
+from ppdbench.workload.seen import SeenIds
 
 RULES_VERSION = 1
 """Part of the cache key and of every digest: raise it when a rule below changes its outcome."""
@@ -32,12 +33,7 @@ def join_parts(raws: Iterable[RawChat], account: Account) -> Iterator[RawChat]:
     its first part and stands where that part's chat was first met.
     """
     chats: dict[str, list[tuple[int, RawChat]]] = {}
-    seen: set[str] = set()
-    for raw in raws:
-        if raw.id in seen:
-            _drop(raw, "duplicate_id", account)
-            continue
-        seen.add(raw.id)
+    for raw in first_of_each_id(raws, account):
         name, number = _chat_and_number(raw.id)
         chats.setdefault(name, []).append((number, raw))
     for parts in chats.values():
@@ -45,21 +41,13 @@ def join_parts(raws: Iterable[RawChat], account: Account) -> Iterator[RawChat]:
 
 
 def first_of_each_id(raws: Iterable[RawChat], account: Account) -> Iterator[RawChat]:
-    """Drop repeated ids in one pass; 64 bits are kept of each id."""
-    seen: set[int] = set()
+    """Drop repeated ids in one pass."""
+    seen = SeenIds()
     for raw in raws:
-        mark = hash_of(raw.id)
-        if mark in seen:
+        if seen.add(raw.id):
+            yield raw
+        else:
             _drop(raw, "duplicate_id", account)
-            continue
-        seen.add(mark)
-        yield raw
-
-
-def hash_of(text: str) -> int:
-    import hashlib
-
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def _chat_and_number(chat_id: str) -> tuple[str, int]:

@@ -15,6 +15,9 @@ from ppdbench.workload.chat import RawChat
 from ppdbench.workload.unwrap import raw_chat
 
 _ROWS_PER_BATCH = 512
+_BUFFER_BYTES = 1 << 18
+"""Without it Arrow holds whole column chunks, and a shard may be one row group."""
+
 _LISTS = ("conversation", "conversations", "messages")
 _ROW_COLUMNS = (
     "conversation_hash", "conversation_id", "id", "model", "language", "toxic", "redacted",
@@ -26,7 +29,7 @@ def read_shards(paths: Iterable[Path], account: Account) -> Iterator[RawChat]:
     """Rows of every shard in order. Only the columns that are used leave the disk."""
     for path in paths:
         try:
-            with pq.ParquetFile(path) as file:
+            with pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
                 columns = _columns(path, file.schema_arrow)
                 for batch in file.iter_batches(_ROWS_PER_BATCH, columns=columns):
                     yield from _booked(batch.to_pylist(), account)
