@@ -204,28 +204,23 @@ class Node:
     def _room_for(self, sequence: Sequence) -> int:
         """Tokens this sequence may still add in the blocks it has and those that are free."""
         cache = self.cache
-        free = self._free_for_prompts(cache.blocks_for(sequence.target))
+        self._settle_if_tight(cache.blocks_for(sequence.target))
+        free = cache.total - cache.held
         return (sequence.blocks + free) * cache.block_tokens - sequence.computed
-
-    def _free_for_prompts(self, wanted: int) -> int:
-        """Blocks beyond those that decoding sequences need in this very step."""
-        cache, batch = self.cache, self._batch
-        self._settle_if_tight(wanted + batch)
-        free = cache.total - cache.held - self._unsettled
-        return free - (batch if free >= wanted + batch else self._blocks_next_step())
 
     def _admit(self, sequence: Sequence, budget: int) -> bool:
         """Look up the cache and hold the blocks of the first chunk, or of all that is fetched."""
         if sequence.blocks:
             return True
         cache = self.cache
+        self._settle_if_tight(cache.blocks_for(sequence.target))
         hit = cache.hit_blocks(sequence.key, min(sequence.matching_tokens, sequence.target - 1))
         hit_tokens = hit * cache.block_tokens
         goal = sequence.target
         if sequence.fetch is None and not sequence.loaded:
             goal = min(goal, hit_tokens + budget)
         blocks = cache.blocks_for(goal)
-        if blocks > self._free_for_prompts(blocks):
+        if not cache.fits(blocks):
             return False
         cache.take(sequence.key, hit, blocks - hit)
         sequence.blocks = blocks
@@ -363,33 +358,38 @@ class Node:
             self._settle()
 
     def _settle(self) -> None:
-        for sequence in self.running:
-            if sequence.finish_step != NEVER:
-                tokens = sequence.target + self.steps - sequence.start_step
-                self._hold_up_to(sequence, tokens)
-        self._unsettled = 0
+        """Decoding sequences hold what they have computed and their next token's block."""
+        if self._unsettled:
+            for sequence in self.running:
+                if sequence.finish_step != NEVER:
+                    self._hold_up_to(sequence, self._next_context(sequence))
+            self._unsettled = 0
+
+    def _next_context(self, sequence: Sequence) -> int:
+        """Tokens of a decoding sequence once its next one is computed."""
+        return sequence.target + self.steps - sequence.start_step + 1
 
     def _make_room(self) -> None:
         """Preempt the newest sequences until every decoding one can grow by a token."""
-        self._settle_if_tight(self._batch)
         cache = self.cache
-        if cache.total - cache.held - self._unsettled >= self._batch:
+        if cache.held + cache.cached + self._unsettled <= cache.total:
             return
-        while self._batch and not cache.fits(self._blocks_next_step()):
+        while self._batch and not cache.fits(self._blocks_lacking()):
             self._preempt(next(reversed(self.running)))
+        self._settle()
+
+    def _blocks_lacking(self) -> int:
+        blocks_for = self.cache.blocks_for
+        return sum(
+            blocks_for(self._next_context(sequence)) - sequence.blocks
+            for sequence in self.running
+            if sequence.finish_step != NEVER
+        )
 
     def _unblock_prompts(self) -> None:
         """Started prompts must never hold one another's blocks for ever."""
         while self._prompts and self._room_for(self._prompts[0]) <= 0:
             self._preempt(next(reversed(self.running)))
-
-    def _blocks_next_step(self) -> int:
-        size = self.cache.block_tokens
-        return sum(
-            (sequence.target + self.steps - sequence.start_step) % size == 0
-            for sequence in self.running
-            if sequence.finish_step != NEVER
-        )
 
     def _preempt(self, sequence: Sequence) -> None:
         """Drop a sequence's blocks; it starts again from the front of the queue."""
@@ -416,9 +416,9 @@ class Node:
     def _steps_that_fit(self, steps: int) -> int:
         """How many of ``steps`` surely find blocks; at least one, which ``_make_room`` saw to."""
         cache, batch = self.cache, self._batch
-        free = cache.total - cache.held - self._unsettled
-        if free >= batch * (steps // cache.block_tokens + 1):
+        grown = self._unsettled + batch * (steps // cache.block_tokens + 1)
+        if cache.held + grown <= cache.total:
             return steps
         self._settle()
         rounds = (cache.total - cache.held) // batch
-        return max(1, min(steps, rounds * cache.block_tokens))
+        return max(1, min(steps, rounds * cache.block_tokens + 1))
