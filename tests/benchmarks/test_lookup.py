@@ -10,13 +10,13 @@ import pytest
 from ppdbench.core.decision import Features
 from ppdbench.table.lookup import Lookup
 from ppdbench.table.schema import AXES, Cell, Table
-from ppdbench.table.score import Rule, Side
+from ppdbench.table.score import STATISTICS, Rule, Side
 
 RATES = (0.5, 1, 2, 4, 6, 8, 10, 12, 16, 20)
 
 
 def table_of(centres):
-    stats = {"mean": 0.1, "p50": None, "p90": None, "p99": None}
+    stats = {**dict.fromkeys(STATISTICS), "mean": 0.1}
     side = Side(50, 1.0, stats, stats, stats)
     cells = [
         Cell(

@@ -14,7 +14,7 @@ from ppdbench.runs.records import Outcome, TurnRecord
 from ppdbench.table.build import build_table
 from ppdbench.table.inputs import RunInput
 from ppdbench.table.schema import canonical, counts, to_document
-from ppdbench.table.score import Rule, Slo
+from ppdbench.table.score import STATISTICS, Rule, Slo
 
 GROUP = {
     "context_tokens": {"mean": 256}, "new_tokens": {"mean": 64}, "output_tokens": {"mean": 32},
@@ -22,7 +22,7 @@ GROUP = {
 
 
 def stats(mean):
-    return {"mean": mean, "p50": mean, "p90": mean, "p99": mean}
+    return dict.fromkeys(STATISTICS, mean)
 
 
 def point(policy, ttft_s, *, topology="2P_2D", workload="w", rate=2.0, repeat=0, n=40, **changes):

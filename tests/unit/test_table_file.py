@@ -21,10 +21,10 @@ from ppdbench.table.schema import (
     save_table,
     to_document,
 )
-from ppdbench.table.score import Choice, Guard, Rule, Side
+from ppdbench.table.score import STATISTICS, Choice, Guard, Rule, Side
 
 figure = st.one_of(st.none(), st.floats(1e-4, 10))
-stats = st.fixed_dictionaries(dict.fromkeys(("mean", "p50", "p90", "p99"), figure))
+stats = st.fixed_dictionaries(dict.fromkeys(STATISTICS, figure))
 sides = st.builds(Side, st.integers(0, 500), st.floats(0, 1), stats, stats, stats)
 centres = st.tuples(
     st.integers(1, 9000), st.integers(1, 4000), st.integers(1, 2000), st.floats(0.1, 50)
@@ -67,7 +67,7 @@ def content_of(table):
 @pytest.fixture
 def content():
     def stats(mean):
-        return {"mean": mean, "p50": None, "p90": None, "p99": None}
+        return {**dict.fromkeys(STATISTICS), "mean": mean}
 
     remote = Side(40, 1.0, stats(0.2), stats(0.01), stats(0.01))
     local = Side(40, 1.0, stats(0.1), stats(0.011), stats(0.01))

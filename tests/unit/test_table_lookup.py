@@ -14,7 +14,7 @@ from ppdbench.core.topology import Role
 from ppdbench.policy.table import TablePolicy
 from ppdbench.table.lookup import Lookup
 from ppdbench.table.schema import AXES, Cell, Table
-from ppdbench.table.score import Choice, Rule, Side
+from ppdbench.table.score import STATISTICS, Choice, Rule, Side
 
 tokens = st.integers(1, 100_000)
 rates = st.floats(0.05, 100, allow_nan=False)
@@ -22,7 +22,7 @@ centres = st.tuples(tokens, tokens, tokens, rates)
 
 
 def side(ttft_s=0.1, tpot_s=0.01, success=1.0):
-    stats = {"mean": ttft_s, "p50": None, "p90": None, "p99": None}
+    stats = {**dict.fromkeys(STATISTICS), "mean": ttft_s}
     return Side(50, success, stats, {**stats, "mean": tpot_s}, {**stats, "mean": tpot_s})
 
 

@@ -9,14 +9,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ppdbench.core.errors import UsageError
-from ppdbench.table.score import Choice, Guard, Rule, Side, Slo, Status, judge
+from ppdbench.table.score import STATISTICS, Choice, Guard, Rule, Side, Slo, Status, judge
 
 seconds = st.floats(1e-4, 100)
 weights = st.floats(1e-3, 1e3)
 
 
 def side(ttft_s, tpot_s, n=50, success=1.0, tail=None):
-    stats = dict.fromkeys(("mean", "p50", "p90", "p99"))
+    stats = dict.fromkeys(STATISTICS)
     return Side(
         n, success, {**stats, "mean": ttft_s}, {**stats, "mean": tpot_s}, {**stats, "p99": tail}
     )
@@ -146,7 +146,7 @@ def test_wrong_limits_are_refused(text):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"w_ttft": -1}, {"w_ttft": 0, "w_tpot": 0}, {"w_tpot": float("nan")}, {"stat": "p95"},
+    "wrong", [{"w_ttft": -1}, {"w_ttft": 0, "w_tpot": 0}, {"w_tpot": float("nan")}, {"stat": "p75"},
               {"min_success": 1.1}, {"min_n": 0}, {"max_distance": 0}],
 )  # fmt: skip
 def test_a_rule_that_means_nothing_is_refused(wrong):

@@ -8,7 +8,17 @@ from __future__ import annotations
 import typer
 
 from ppdbench import __version__
-from ppdbench.cli import build_table, cluster, doctor, import_, microbench, plot, serve, sweep
+from ppdbench.cli import (
+    build_table,
+    cluster,
+    doctor,
+    import_,
+    microbench,
+    plot,
+    serve,
+    sweep,
+    table,
+)
 from ppdbench.cli.output import show
 from ppdbench.cli.workload import workload
 
@@ -43,6 +53,7 @@ app.command(epilog=plot.EPILOG)(plot.plot)
 app.command(epilog=build_table.EPILOG)(build_table.build_table)
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(import_.app, name="import")
+app.add_typer(table.app, name="table")
 app.command(epilog=serve.EPILOG)(serve.serve)
 app.add_typer(workload, name="workload")
 app.command(epilog=microbench.EPILOG)(microbench.microbench)

@@ -39,6 +39,9 @@ def build_table(
         "--slo",
         help="Instead of weights: the route that meets ttft=0.2,tpot=0.03 more often.",
     ),
+    fill: bool = typer.Option(
+        False, "--fill", help="Add missing cells whose measured neighbours agree: interpolated."
+    ),
     max_distance: float | None = typer.Option(
         None, "--max-distance", help="Octaves outside the cells beyond which the default holds."
     ),
@@ -47,6 +50,7 @@ def build_table(
 ) -> None:
     """Score local against remote in every measured cell and write the table."""
     from ppdbench.table.build import build_table as build
+    from ppdbench.table.fill import fill as close_gaps
     from ppdbench.table.schema import counts, save_table
     from ppdbench.table.score import Guard, Rule, Slo, default_choice
     from ppdbench.table.sources import read_runs
@@ -63,9 +67,10 @@ def build_table(
         max_distance=max_distance,
     )
     built = build(read_runs(runs), base, rule)
-    save_table(built.table, output)
+    table = close_gaps(built.table) if fill else built.table
+    save_table(table, output)
     _report(built, output)
-    summary = {**counts(built.table), "digest": built.table.digest}
+    summary = {**counts(table), "digest": table.digest}
     if json:
         show_json({**summary, "unpaired": len(built.unpaired), "thin": len(built.thin)})
     else:

@@ -40,6 +40,7 @@ class Grid:
 
     Under ``closed`` arrivals a point's ``rate_per_s`` is its number of users.
     ``settings`` are the backend options that the file (or its chosen variant) proposes.
+    ``places`` are the only (workload, rate) pairs to run; ``None`` is the whole product.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Grid:
     engine: EngineDefaults
     document: Mapping[str, Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    places: tuple[tuple[str, float], ...] | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -79,6 +81,7 @@ class Grid:
             for policy in arm.policies
             for workload in self.workloads
             for rate in self.rates_per_s
+            if self.places is None or (workload, rate) in self.places
             for repeat in range(self.repeats)
         ]
 
@@ -133,6 +136,7 @@ def _grid(path: Path, tables: GridTables) -> Grid:
         engine=EngineDefaults(**tables.engine),
         document=tables.document,
         settings=tables.settings,
+        places=tables.places,
     )
 
 

@@ -32,6 +32,7 @@ class GridTables:
     arms: tuple[Arm, ...]
     workloads: tuple[Workload, ...]
     rates_per_s: tuple[float, ...]
+    places: tuple[tuple[str, float], ...] | None
     repeats: int
     duration_s: float
     keep_records: bool
@@ -49,11 +50,13 @@ def read_tables(path: Path, document: Mapping[str, Any], variant: str) -> GridTa
     settings = _settings(top, variant)
     arrivals = _arrivals(top.table("arrivals"), path)
     duration_s = top.take("duration_s", float, None)
+    workloads, rates_per_s = read_workloads(top, think), _rates(top, arrivals)
     tables = GridTables(
         variant=settings.name,
         arms=_arms(top),
-        workloads=read_workloads(top, think),
-        rates_per_s=_rates(top, arrivals),
+        workloads=workloads,
+        rates_per_s=rates_per_s,
+        places=_places(top, [(w.name, rate) for w in workloads for rate in rates_per_s]),
         repeats=top.take_count("repeats", 1),
         duration_s=_duration(top, duration_s, arrivals),
         keep_records=top.take("keep_records", bool, default=False),
@@ -113,6 +116,20 @@ def _numbers(top: Table, key: str, values: list[Any] | None, *, whole: bool) -> 
     if not good or len(set(values or ())) != len(values or ()):
         raise top.error(key, f"is {values!r}; expected different numbers above 0")
     return tuple(map(float, values or ()))
+
+
+def _places(top: Table, product: list[tuple[str, float]]) -> tuple[tuple[str, float], ...] | None:
+    """The only (workload, rate) pairs to run; without the key the whole product is."""
+    given = top.take("places", list, None)
+    if given is None:
+        return None
+    places = [tuple(place) if isinstance(place, list) else place for place in given]
+    wrong = [place for place in places if place not in product]
+    if wrong or not places:
+        raise top.error(
+            "places", f"has {wrong or places!r}; expected [workload, rate] pairs of this grid"
+        )
+    return tuple(place for place in product if place in places)
 
 
 def _duration(top: Table, duration_s: float | None, arrivals: ArrivalProcess) -> float:

@@ -20,6 +20,8 @@ from ppdbench.runs.points import PointKey
 from ppdbench.runs.store import RunWriter
 from ppdbench.runs.validity import MIN_LATER_TURNS, MIN_SUCCESS, Validity
 
+GRID = "paper-synthetic"
+"""Our grid of the same workloads and rates, so that ``ppd table plan`` can go on from there."""
 POLICY = "roles"
 """The authors route by role: a configuration's pD nodes serve later turns locally."""
 
@@ -203,5 +205,5 @@ def write_imported(
         connector="P2pNcclConnector",
         flags={"lengths": "nominal"},
     )
-    with RunWriter(folder, Manifest(engine, grid="vllm-ppd")) as run:
+    with RunWriter(folder, Manifest(engine, grid=GRID)) as run:
         run.write_points(imported.points)

@@ -127,6 +127,7 @@ def _provenance(runs: Sequence[RunInput], bases: Sequence[str]) -> dict[str, Any
     return {
         "bases": list(bases),
         "backend": "+".join(sorted({run.backend for run in runs})),
+        "grids": sorted({run.manifest.grid for run in runs}),
         "tool_version": __version__,
         "runs": [{"backend": run.backend, "digest": run.digest} for run in runs],
         **{name: _first_known(by_trust, name) for name in IDENTITY},

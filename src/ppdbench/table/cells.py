@@ -183,5 +183,8 @@ def _stats(values: Floats) -> Stats:
     known = values[~np.isnan(values)]
     if not len(known):
         return dict.fromkeys(STATISTICS)
-    p50, p90, p99 = np.quantile(known, [0.5, 0.9, 0.99]).tolist()
-    return {"mean": float(known.mean()), "p50": p50, "p90": p90, "p99": p99}
+    quantiles = np.quantile(known, list(resample.QUANTILES.values())).tolist()
+    return {
+        "mean": float(known.mean()),
+        **dict(zip(resample.QUANTILES, quantiles, strict=True)),
+    }

@@ -13,7 +13,7 @@ from ppdbench.table.score import REPLICATE_UNIT, Slo
 
 RESAMPLES = 400
 """Kept in the table, so that other weights give intervals without the runs."""
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 
 Counts = NDArray[np.int64]
 Replicates = dict[str, list[int]]

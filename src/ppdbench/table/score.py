@@ -19,7 +19,7 @@ from ppdbench.core.errors import UsageError
 Stats = Mapping[str, float | None]
 """One quantity's statistics by name; ``None`` where nobody measured it."""
 
-STATISTICS = ("mean", "p50", "p90", "p99")
+STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 CONFIDENCE = 0.95
 REPLICATE_UNIT = 1e-4
 """Bootstrap replicates are kept as whole multiples of this, so a table stays small."""

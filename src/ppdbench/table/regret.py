@@ -1,0 +1,195 @@
+"""What a simpler policy loses against the full table, in units of S.
+
+Remote is worth 0 and local is worth S in every cell; the table's own worth is that of its choice.
+Regret is the table's worth minus the policy's, so it may be negative where the table took the
+default of an undecided cell, or where sticky replicas beat both routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from ppdbench.table.schema import Cell, Table
+from ppdbench.table.score import Choice, Rule, Side, Status, Verdict, deltas, score
+
+IsLocal = Callable[[Cell], bool]
+
+DYNAMO_DEFAULT = (2048.0, 0.7)
+"""``eff_isl_threshold`` and ``eff_isl_ratio_threshold`` as Dynamo ships them."""
+FIELD_THRESHOLD = 512
+"""New tokens below which the paper's router and others append locally without asking."""
+
+
+@dataclass(frozen=True, slots=True)
+class Regret:
+    """One policy against the table, over its measured cells.
+
+    ``infeasible`` counts one-sided cells where it picks the route that failed; S is not defined
+    there. ``agree`` is the share of cells with the same route, ``None`` for replicas.
+    """
+
+    policy: str
+    setting: dict[str, Any]
+    cells: int
+    mean_s_lost: float
+    worst_s_lost: float
+    agree: float | None
+    infeasible: int
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """Smaller is better: never pick a failed route, then lose little, then lose little once."""
+        return self.infeasible, self.mean_s_lost, self.worst_s_lost
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    cell: Cell
+    verdict: Verdict
+    local: bool
+    """The table's route, defaults applied."""
+
+    @property
+    def worth(self) -> float:
+        return (self.verdict.s or 0.0) if self.local else 0.0
+
+
+def regrets(table: Table) -> list[Regret]:
+    """Every policy of the report, in a fixed order; replicas only where a run measured them."""
+    dynamo = DYNAMO_DEFAULT
+    found = [
+        of_policy(table, "always_local", lambda _: True),
+        of_policy(table, "always_remote", lambda _: False),
+        best_threshold(table),
+        of_policy(
+            table,
+            f"threshold_{FIELD_THRESHOLD}",
+            threshold(FIELD_THRESHOLD),
+            max_new_tokens=FIELD_THRESHOLD,
+        ),
+        best_two(table),
+        of_policy(table, "dynamo_default", two(*dynamo), **_named(dynamo)),
+    ]
+    replicas = of_replicas(table)
+    return [*found, replicas] if replicas else found
+
+
+def threshold(max_new_tokens: float) -> IsLocal:
+    """Local up to and including ``max_new_tokens``."""
+    return lambda cell: cell.centre["new_tokens"] <= max_new_tokens
+
+
+def two(eff_isl: float, ratio: float) -> IsLocal:
+    """Dynamo's ``isl_bounding``: both below their limits; new tokens are its effective ISL."""
+
+    def is_local(cell: Cell) -> bool:
+        new, context = cell.centre["new_tokens"], cell.centre["context_tokens"]
+        return new < eff_isl and new / (context + new) < ratio
+
+    return is_local
+
+
+def best_threshold(table: Table) -> Regret:
+    """The best single limit on new tokens; 0 is always remote. Ties take the largest."""
+    limits = [0.0, *sorted({cell.centre["new_tokens"] for cell in table.cells})]
+    tried = [
+        of_policy(table, "best_threshold", threshold(limit), max_new_tokens=limit)
+        for limit in limits
+    ]
+    return min(reversed(tried), key=lambda regret: regret.rank)
+
+
+def best_two(table: Table) -> Regret:
+    """The best pair for Dynamo, over limits that lie between measured values."""
+    new = {cell.centre["new_tokens"] for cell in table.cells}
+    ratios = {_ratio(cell) for cell in table.cells}
+    tried = [
+        of_policy(table, "best_dynamo", two(*pair), **_named(pair))
+        for pair in ((n, r) for n in between(new) for r in [*between(ratios)[:-1], 1.0])
+    ]
+    return min(reversed(tried), key=lambda regret: regret.rank)
+
+
+def _ratio(cell: Cell) -> float:
+    return cell.centre["new_tokens"] / (cell.centre["new_tokens"] + cell.centre["context_tokens"])
+
+
+def between(values: Iterable[float]) -> list[float]:
+    """Limits that split ``values`` in every way: below all, between two, above all."""
+    known = sorted(values)
+    inner = [(a * b) ** 0.5 for a, b in pairwise(known)]
+    return [known[0] / 2, *inner, known[-1] * 2]
+
+
+def _named(pair: tuple[float, float]) -> dict[str, float]:
+    return {"eff_isl_threshold": pair[0], "eff_isl_ratio_threshold": pair[1]}
+
+
+def of_policy(table: Table, name: str, is_local: IsLocal, **setting: float) -> Regret:
+    """Over measured cells; one-sided ones only count wrong picks."""
+    scored = list(_measured(table))
+    lost = [one.worth - ((one.verdict.s or 0.0) if is_local(one.cell) else 0.0) for one in scored]
+    agree = [is_local(one.cell) == one.local for one in scored]
+    wrong = sum(
+        is_local(cell) != (verdict.choice is Choice.LOCAL)
+        for cell, verdict in zip(table.cells, table.verdicts, strict=True)
+        if verdict.status is Status.ONE_SIDED
+    )
+    return _regret(name, dict(setting), lost, sum(agree), wrong)
+
+
+def of_replicas(table: Table) -> Regret | None:
+    """Sticky replicas of as many nodes, scored against remote as local is."""
+    lost: list[float] = []
+    failed = 0
+    for one in _measured(table):
+        s = replica_score(one.cell, table.rule)
+        if s is not None:
+            lost.append(one.worth - s)
+        elif one.cell.replica is not None:
+            failed += 1
+    if not lost:
+        return None
+    name = next(c.replica_topology for c in table.cells if c.replica_topology)
+    return _regret(f"sticky_{name}", {}, lost, None, failed)
+
+
+def replica_score(cell: Cell, rule: Rule) -> float | None:
+    """S of replicas with remote as the other route; ``None`` where they failed or are unknown."""
+    replica, remote = cell.replica, cell.remote
+    if replica is None or remote is None or not replica.feasible(rule):
+        return None
+    if rule.slo is not None:
+        return _difference(replica, remote)
+    return score(*deltas(remote, replica, rule.stat), rule)
+
+
+def _difference(one: Side, other: Side) -> float | None:
+    if one.meets_slo is None or other.meets_slo is None:
+        return None
+    return one.meets_slo - other.meets_slo
+
+
+def _measured(table: Table) -> Iterable[_Scored]:
+    for cell, verdict in zip(table.cells, table.verdicts, strict=True):
+        if verdict.status is Status.MEASURED:
+            choice = table.rule.undecided if verdict.choice is Choice.UNDECIDED else verdict.choice
+            yield _Scored(cell, verdict, choice is Choice.LOCAL)
+
+
+def _regret(
+    name: str, setting: dict[str, Any], lost: Sequence[float], agree: int | None, infeasible: int
+) -> Regret:
+    cells = len(lost)
+    return Regret(
+        policy=name,
+        setting=setting,
+        cells=cells,
+        mean_s_lost=sum(lost) / cells if cells else 0.0,
+        worst_s_lost=max(lost, default=0.0),
+        agree=agree / cells if cells and agree is not None else None,
+        infeasible=infeasible,
+    )
