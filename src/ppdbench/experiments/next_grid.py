@@ -21,6 +21,8 @@ DRAIN_SHARE = 1.0
 """A point is taken to last its arrivals and as long again to drain."""
 SIDES = ("remote", "local")
 LEAST_REPEATS = 3
+NEGLIGIBLE_SHARE = 1e-3
+"""Places worth less than this share of the best one are not measured, whatever the budget."""
 
 
 def traffic_of(grid: Grid, lookup: Lookup) -> dict[int, float]:
@@ -62,7 +64,10 @@ def affordable(places: Sequence[Worth], grid: Grid, budget_s: float) -> list[Wor
         raise UsageError(
             f"grid {grid.name} follows a trace and has no duration; give another with --grid"
         )
-    known = [p for p in places if p.workload in grid.workloads and p.value > 0]
+    best = max((place.value for place in places), default=0.0)
+    known = [
+        p for p in places if p.workload in grid.workloads and p.value > NEGLIGIBLE_SHARE * best
+    ]
     count = int(budget_s // per_place_s)
     if not known:
         raise UsageError(
