@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from ppdbench.experiments.microbench.attribution_run import AttributionPlan
     from ppdbench.experiments.microbench.bench import Finished
     from ppdbench.experiments.microbench.engines import Chosen
+    from ppdbench.experiments.microbench.handoff import HandoffPlan
     from ppdbench.experiments.microbench.plan import InterferencePlan
 
 EPILOG = "Example: ppd microbench --backend vllm --device cpu -o results/interference"
 
 BACKENDS = ("sim", "vllm", "attach")
-PROTOCOLS = ("interference", "paper")
+PROTOCOLS = ("interference", "paper", "handoff")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class _Wanted:
     doses: int
     dose_rate: float | None
     dose_output: int
+    tokens: str | None
+    load: str | None
 
     @property
     def explicit(self) -> bool:
@@ -47,7 +50,8 @@ def microbench(
     *,
     backend: Annotated[str, typer.Option(help="sim, vllm or attach.")] = "sim",
     protocol: Annotated[
-        str, typer.Option(help="interference, or paper: the published test and its controls.")
+        str,
+        typer.Option(help="interference, paper (the published test and its controls) or handoff."),
     ] = "interference",
     batch: Annotated[
         str | None, typer.Option(help="Victims, as in 1,4,16 [what the engine holds].")
@@ -67,6 +71,12 @@ def microbench(
         float | None, typer.Option(help="Injected requests per second [all at once].")
     ] = None,
     dose_output: Annotated[int, typer.Option(min=1, help="Tokens an injected one makes.")] = 1,
+    tokens: Annotated[
+        str | None, typer.Option(help="Hand-off: prompt lengths, as in 128,2048.")
+    ] = None,
+    load: Annotated[
+        str | None, typer.Option(help="Hand-off: decodes beside it, as in 0,8.")
+    ] = None,
     gpu: Annotated[str | None, typer.Option(help="Simulated GPU [h100_sxm].")] = None,
     model: Annotated[str | None, typer.Option(help="Model.")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu, of a launched vLLM.")] = "cuda",
@@ -103,7 +113,7 @@ def microbench(
     )
     wanted = _Wanted(
         batch, context, new, repeats, seed, victim_context, shared_prefix, doses, dose_rate,
-        dose_output,
+        dose_output, tokens, load,
     )  # fmt: skip
     _deliver(_run(chosen, protocol, wanted, keep_records=keep_records), out, as_json=as_json)
 
@@ -122,12 +132,15 @@ def _check(backend: str, protocol: str, out: Path | None) -> None:
 
 
 def _run(chosen: Chosen, protocol: str, wanted: _Wanted, *, keep_records: bool) -> Finished:
-    from ppdbench.experiments.microbench.bench import run_attribution, run_interference
+    from ppdbench.experiments.microbench import bench
 
+    if protocol == "handoff":
+        hops = _handoff_plan(chosen, wanted)
+        return bench.run_handoff(chosen, hops, keep_records=keep_records, tell=say)
     if protocol == "paper":
         plan = _attribution_plan(chosen, wanted)
-        return run_attribution(chosen, plan, keep_records=keep_records, tell=say)
-    return run_interference(
+        return bench.run_attribution(chosen, plan, keep_records=keep_records, tell=say)
+    return bench.run_interference(
         chosen,
         _interference_plan(chosen, wanted),
         explicit=wanted.explicit,
@@ -170,6 +183,19 @@ def _attribution_plan(chosen: Chosen, wanted: _Wanted) -> AttributionPlan:
         repeats=wanted.repeats,
         seed=wanted.seed,
         no_cascade_switch=no_cascade_switch(chosen),
+    )
+
+
+def _handoff_plan(chosen: Chosen, wanted: _Wanted) -> HandoffPlan:
+    from ppdbench.experiments.microbench.handoff import CPU_PLAN, HandoffPlan
+
+    plan = CPU_PLAN if chosen.is_cpu else HandoffPlan()
+    return replace(
+        plan,
+        tokens=_counts(wanted.tokens, "tokens") or plan.tokens,
+        load_streams=_counts(wanted.load, "load") or plan.load_streams,
+        repeats=wanted.repeats,
+        seed=wanted.seed,
     )
 
 

@@ -16,7 +16,8 @@ Document = Mapping[str, Any]
 def show_document(document: Document) -> None:
     """Rows, then controls where there are any, then the finding in words."""
     console = Console()
-    console.print(_rows(document))
+    handoff = document["protocol"] == "handoff"
+    console.print(_hops(document) if handoff else _rows(document))
     if document["protocol"] == "paper":
         console.print(_controls(document))
     show(document["finding"])
@@ -50,6 +51,24 @@ def _cells(row: Document) -> list[str]:
         _interval(row["slowdown_ci"]),
         *("–" if row[name] is None else f"{row[name] * 1e3:.1f}" for name in milliseconds),
     ]
+
+
+def _hops(document: Document) -> Table:
+    table = Table(
+        "way", "decodes", "prompt", "cached", "TTFT ms", "95 %",
+        title=_title(document, "Time to first token"),
+    )  # fmt: skip
+    for row in document["rows"]:
+        bounds = row["ttft_ci"]
+        table.add_row(
+            row["way"].replace("_", " "),
+            f"{row['running_mean']:.1f}",
+            f"{row['prompt_tokens']:,}",
+            f"{row['context_tokens']:,}",
+            f"{row['ttft_s'] * 1e3:.1f}",
+            "–" if bounds is None else f"{bounds[0] * 1e3:.1f} … {bounds[1] * 1e3:.1f}",
+        )
+    return table
 
 
 def _controls(document: Document) -> Table:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import uvloop
 
+from ppdbench.core.seeds import seed_for
+from ppdbench.core.topology import Topology
 from ppdbench.experiments.microbench.attribution_run import (
     Attribution,
     AttributionPlan,
@@ -17,9 +20,19 @@ from ppdbench.experiments.microbench.attribution_run import (
 from ppdbench.experiments.microbench.engines import (
     Chosen,
     Told,
+    live_cluster,
     live_engine,
+    live_identity,
     sim_config,
     simulated_identity,
+)
+from ppdbench.experiments.microbench.handoff import HandoffPlan
+from ppdbench.experiments.microbench.handoff_run import (
+    Handoff,
+    Pair,
+    measure_handoff,
+    simulate_handoff,
+    split_pair,
 )
 from ppdbench.experiments.microbench.interference import Interference, measure, simulate
 from ppdbench.experiments.microbench.live import LiveEngine
@@ -94,6 +107,41 @@ def run_attribution(
         found = simulate_attribution(plan, engines, keep_records=keep_records)
         return _attributed(found, simulated_identity(engines[True]))
     return run_live(_attribute_live(chosen, plan, tell))
+
+
+def run_handoff(chosen: Chosen, plan: HandoffPlan, *, keep_records: bool, tell: Told) -> Finished:
+    """The hand-off experiment on the chosen engine."""
+    if chosen.backend == "sim":
+        config = sim_config(chosen)
+        found = simulate_handoff(plan, config, keep_records=keep_records)
+        return _handed_off(found, simulated_identity(SimulatedEngine(config, seed=plan.seed)))
+    return run_live(_hand_off_live(chosen, plan, tell))
+
+
+async def _hand_off_live(chosen: Chosen, plan: HandoffPlan, tell: Told) -> Finished:
+    with live_cluster(chosen, Topology.parse("1P_1D"), tell) as cluster:
+        _, alone = split_pair(cluster.spec)
+        engine = LiveEngine(
+            alone.nodes[0].url,
+            cluster.facts.model,
+            seed=seed_for(plan.seed, time.time_ns()),
+            headers=alone.nodes[0].headers(),
+        )
+        tell("preflight: limits and cached tokens")
+        try:
+            limits = await look(engine)
+        finally:
+            await engine.close()
+        found = await measure_handoff(plan, Pair(cluster.spec, engine.model, limits), tell)
+        facts = cluster.facts
+        identity = live_identity(chosen, facts.version, facts.model, limits.block_tokens)
+    return _handed_off(found, replace(identity, connector="nixl"))
+
+
+def _handed_off(found: Handoff, identity: EngineIdentity) -> Finished:
+    plan = found.plan
+    document = header("handoff", identity) | {"plan": asdict(plan)} | found.document()
+    return Finished(document, found.records, Manifest(identity, grid="microbench", seed=plan.seed))
 
 
 async def _attribute_live(chosen: Chosen, plan: AttributionPlan, tell: Told) -> Finished:

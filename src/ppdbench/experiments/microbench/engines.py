@@ -93,7 +93,7 @@ async def live_engine(
 
     Prompts differ from run to run, so that an attached engine's cache cannot know them.
     """
-    with _cluster(chosen, Topology.parse("1R"), tell) as cluster:
+    with live_cluster(chosen, Topology.parse("1R"), tell) as cluster:
         node = next((n for n in cluster.nodes if n.role.decodes), None)
         if node is None:
             raise UsageError("the cluster has no R, D or pD, so nothing decodes; name one")
@@ -126,7 +126,7 @@ def live_identity(
 
 
 @contextmanager
-def _cluster(chosen: Chosen, topology: Topology, tell: Told) -> Iterator[Cluster]:
+def live_cluster(chosen: Chosen, topology: Topology, tell: Told) -> Iterator[Cluster]:
     """The nodes: launched here, or named by the user. Logs of a launch that failed are kept."""
     if chosen.backend == "attach":
         yield Cluster(_attached(chosen))

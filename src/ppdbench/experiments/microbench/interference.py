@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ppdbench.core.errors import EngineError, UsageError
+from ppdbench.core.errors import UsageError
 from ppdbench.experiments.microbench.live import LiveEngine
 from ppdbench.experiments.microbench.measure import (
     Effect,
@@ -34,6 +34,9 @@ from ppdbench.experiments.microbench.simulated import SimulatedEngine
 from ppdbench.runs.records import TurnRecord
 
 Told = Callable[[str], None]
+
+ATTEMPTS = 4
+"""A machine that stalls for seconds may cost a block its victims; the rest is tried again."""
 
 
 @dataclass(slots=True)
@@ -178,16 +181,15 @@ class _Course:
             self._found.effects.append(effect)
 
     def _continue(self, script: BlockScript) -> None:
+        """What a block that was cut short did not give goes into another, a few times over."""
         block = script.block
-        if script.left and not script.given:
-            raise EngineError(
-                f"block {block.name}: its victims ended before one dose was over; the engine cut "
-                "their output short, or the dose outlasted them"
-            )
-        if script.left:
-            rest = replace(block, index=block.index + 1000, doses=tuple(script.left))
-            self._queue.appendleft(rest)
-            self.total += 1
+        if not script.left:
+            return
+        if block.attempt == ATTEMPTS:
+            self._found.unmeasured += len(script.left)
+            return
+        self._queue.appendleft(replace(block, attempt=block.attempt + 1, doses=tuple(script.left)))
+        self.total += 1
 
 
 def _marked(record: TurnRecord) -> TurnRecord:

@@ -84,7 +84,7 @@ class InterferencePlan:
     doses: int = 1
     dose_rate_per_s: float | None = None
     dose_output_tokens: int = 1
-    doses_per_block: int = 8
+    doses_per_block: int = 6
 
     def __post_init__(self) -> None:
         counts = (*self.batches, *self.new_tokens, self.repeats, self.doses)
@@ -104,8 +104,8 @@ class InterferencePlan:
 
     @property
     def victim_output_tokens(self) -> int:
-        """Enough for a full block, and one dose more for those that outlast their window."""
-        return self.settle_tokens + (self.doses_per_block + 1) * (self.dose_span_tokens + 2)
+        """Enough for a full block, and three doses more for those that outlast their window."""
+        return self.settle_tokens + (self.doses_per_block + 3) * (self.dose_span_tokens + 2)
 
     def doses_of_grid(self) -> list[Dose]:
         """Append of m after n, and the full prompts they are compared with (n + m, and m)."""
@@ -158,16 +158,17 @@ def misfit(plan: InterferencePlan, cell: Cell, limits: Limits) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One batch of victims and the doses it gets, in order."""
+    """One batch of victims and the doses it gets, in order. ``attempt`` counts from 0."""
 
     batch: int
     repeat: int
     index: int
     doses: tuple[Dose, ...]
+    attempt: int = 0
 
     @property
     def name(self) -> str:
-        return f"b{self.batch}.r{self.repeat}.{self.index}"
+        return f"b{self.batch}.r{self.repeat}.{self.index}.{self.attempt}"
 
 
 def blocks(plan: InterferencePlan, cells: Iterable[Cell]) -> Iterator[Block]:
