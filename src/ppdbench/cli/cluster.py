@@ -68,7 +68,7 @@ def up(
     from ppdbench.core.topology import Topology
 
     shape = Topology.parse(topology)
-    options = _launch_options(
+    options = launch_options(
         model=model, device=device, gpus=gpus, tp=tp, connector=connector, vllm=vllm, dtype=dtype,
         max_model_len=max_model_len, cpu_kv_cache_gib=kv_cache_gib, dummy_weights=dummy_weights,
         pull=pull, lease_s=lease, engine_args=tuple(engine_arg or ()), ready_within_s=ready_within,
@@ -141,7 +141,8 @@ def _running(folder: StateFolder) -> ClusterState:
     return state
 
 
-def _launch_options(*, device: str, gpus: str, tp: str, **rest: Any) -> LaunchOptions:  # noqa: ANN401
+def launch_options(*, device: str, gpus: str, tp: str, **rest: Any) -> LaunchOptions:  # noqa: ANN401
+    """The options of a launch, from their texts; ``ppd sweep`` has the same ones."""
     from ppdbench.cluster.launch import LaunchOptions
     from ppdbench.cluster.vllm_args import read_device, read_tensor_parallel
 

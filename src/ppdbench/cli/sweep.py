@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ppdbench.cli.cluster import launch_options
 from ppdbench.cli.output import command, say, show, show_json
 
 if TYPE_CHECKING:
+    from ppdbench.cluster.contract import ClusterSpec
     from ppdbench.experiments.backends import Backend
     from ppdbench.experiments.sweep import SweepResult
 
@@ -21,7 +23,7 @@ def sweep(
     *,
     grid: Annotated[str, typer.Option(help="A grid of workloads/ by name, or a TOML file.")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Run folder [results/GRID-TIME].")
+        Path | None, typer.Option("--out", "-o", help="Run folder; default results/GRID-TIME.")
     ] = None,
     backend: Annotated[str, typer.Option(help="sim, vllm or attach.")] = "sim",
     seed: Annotated[int, typer.Option(help="Root of every random choice.")] = 0,
@@ -39,9 +41,41 @@ def sweep(
     ] = False,
     slo_ttft: Annotated[float, typer.Option(help="Goodput's TTFT limit, seconds.", min=0)] = 0.5,
     slo_tpot: Annotated[float, typer.Option(help="Goodput's TPOT limit, seconds.", min=0)] = 0.03,
-    gpu: Annotated[str | None, typer.Option(help="Simulated GPU [h100_sxm].")] = None,
-    model: Annotated[str | None, typer.Option(help="Model.")] = None,
-    connector: Annotated[str | None, typer.Option(help="KV connector [nixl].")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model; default: Llama-3.1-8B (sim), a tiny Llama (CPU).")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU that is simulated, or attached; default h100_sxm.")
+    ] = None,
+    connector: Annotated[str | None, typer.Option(help="KV connector; default nixl.")] = None,
+    dtype: Annotated[str, typer.Option(help="Weights and KV of engines.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="vllm: cuda or cpu.")] = "cuda",
+    gpus: Annotated[str, typer.Option(help="vllm: device ids, as in 0,1,2,3.")] = "",
+    tp: Annotated[str, typer.Option(help="vllm: tensor parallel, as in 2 or P=2,D=1.")] = "1",
+    vllm: Annotated[str | None, typer.Option(help="vllm: the python that has vLLM.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="vllm: longest sequence.")
+    ] = None,
+    dummy_weights: Annotated[
+        bool, typer.Option("--dummy-weights", help="vllm: random weights, nothing is loaded.")
+    ] = False,
+    engine_arg: Annotated[
+        list[str] | None, typer.Option(help="vllm: passed on as it is; may be repeated.")
+    ] = None,
+    ready_within: Annotated[float, typer.Option(min=1, help="vllm: seconds to wait.")] = 600.0,
+    cluster: Annotated[Path | None, typer.Option(help="attach: a cluster.toml.")] = None,
+    node: Annotated[
+        list[str] | None, typer.Option(help="attach: ROLE=URL; repeat for each node.")
+    ] = None,
+    point_timeout: Annotated[
+        float, typer.Option(min=1, help="vllm, attach: seconds until a point has failed.")
+    ] = 900.0,
+    warm_up: Annotated[
+        int | None, typer.Option(min=0, help="vllm, attach: conversations before each point.")
+    ] = None,
+    no_canaries: Annotated[
+        bool, typer.Option("--no-canaries", help="vllm, attach: do not compare the routes' tokens.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,  # noqa: ARG001
 ) -> None:
@@ -50,32 +84,49 @@ def sweep(
     Interrupted or killed, it continues with --resume and loses at most the points in flight.
     """
     from ppdbench.experiments.choosing import Choice, choose_backend
+    from ppdbench.experiments.live import LiveOptions
     from ppdbench.runs.aggregate import Limits
 
-    chosen = choose_backend(
-        Choice(
-            grid=grid,
-            backend=backend,
-            seed=seed,
-            jobs=jobs,
-            keep_records=keep_records,
-            limits=Limits(slo_ttft, slo_tpot),
-            settings={"gpu": gpu, "model": model, "connector": connector},
-        )
-    )
+    choice = Choice(
+        grid=grid,
+        backend=backend,
+        seed=seed,
+        jobs=jobs,
+        keep_records=keep_records,
+        limits=Limits(slo_ttft, slo_tpot),
+        settings={"gpu": gpu, "model": model, "connector": connector},
+        dtype=dtype if backend == "attach" else None,
+        launch=launch_options(
+            model=model, device=device, gpus=gpus, tp=tp, connector=connector or "nixl", vllm=vllm,
+            dtype=dtype, max_model_len=max_model_len, dummy_weights=dummy_weights,
+            engine_args=tuple(engine_arg or ()), ready_within_s=ready_within,
+        ),
+        cluster=_cluster(cluster, node or []),
+        live=LiveOptions(point_timeout, warm_up, canaries=not no_canaries),
+    )  # fmt: skip
+    folder = out or _default_folder(grid)
+    chosen = choose_backend(choice, folder / "logs", say)
     if dry_run:
         _show_plan(chosen, as_json=as_json)
         return
-    result = _run(chosen, out or _default_folder(chosen), resume=resume)
+    result = _run(chosen, folder, resume=resume)
     _show_result(result, as_json=as_json)
     if not result.ok:
         raise typer.Exit(1)
 
 
-def _default_folder(backend: Backend) -> Path:
+def _cluster(path: Path | None, nodes: list[str]) -> ClusterSpec | None:
+    from ppdbench.cluster.contract import cluster_from_options, read_cluster
+
+    if path is not None:
+        return read_cluster(path)
+    return cluster_from_options(nodes) if nodes else None
+
+
+def _default_folder(grid: str) -> Path:
     import time
 
-    return Path("results") / f"{backend.measuring.grid.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Path("results") / f"{Path(grid).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _run(backend: Backend, folder: Path, *, resume: bool) -> SweepResult:

@@ -29,14 +29,18 @@ _OWNER_CHECK_S = 0.5
 class Guard:
     """The owner's handle. Methods may be called from several threads.
 
+    ``niceness`` is the nodes': engines that share their cores with the load client must not hold
+    its clock up.
+
     Raises (every method):
         EngineError: the guard is gone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, niceness: int = 0) -> None:
         self._lock = threading.Lock()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "ppdbench.cluster.guard"],
+        lower = ["nice", "-n", str(niceness)] if niceness else []
+        self._process = subprocess.Popen(  # noqa: S603
+            [*lower, sys.executable, "-m", "ppdbench.cluster.guard"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

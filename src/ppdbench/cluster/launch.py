@@ -36,6 +36,8 @@ from ppdbench.core.topology import Role, Topology
 
 _POLL_S = 0.25
 TINY_MAX_MODEL_LEN = 8192
+CPU_NICENESS = 10
+"""On CPU the engines share their cores with the client that measures them."""
 
 Progress = Callable[[str], None]
 
@@ -231,16 +233,23 @@ def launch(
         UsageError: options that cannot work.
         EngineError: there is no engine, or a node does not start.
     """
-    with launch_commands(vllm_commands(topology, options), logs, options.ready_within_s, say) as up:
+    commands = vllm_commands(topology, options)
+    niceness = CPU_NICENESS if options.device is Device.CPU else 0
+    with launch_commands(commands, logs, options.ready_within_s, say, niceness=niceness) as up:
         yield up
 
 
 @contextmanager
 def launch_commands(
-    commands: Sequence[NodeCommand], logs: Path, ready_within_s: float, say: Progress = _silent
+    commands: Sequence[NodeCommand],
+    logs: Path,
+    ready_within_s: float,
+    say: Progress = _silent,
+    *,
+    niceness: int = 0,
 ) -> Iterator[LaunchedCluster]:
     """As :func:`launch`, for commands that are already known, as the simulated nodes' are."""
-    guard = Guard()
+    guard = Guard(niceness)
     try:
         cluster = LaunchedCluster(commands, guard, logs, ready_within_s)
         cluster.start(say)

@@ -8,11 +8,9 @@ from typing import Protocol
 
 from ppdbench.core.topology import Topology
 from ppdbench.experiments.measuring import Measured, Measuring
+from ppdbench.experiments.policies import policy_of
 from ppdbench.experiments.workers import in_parallel
 from ppdbench.load.simulated import run_simulated_point
-from ppdbench.policy.base import Policy
-from ppdbench.policy.parse import parse_policy
-from ppdbench.policy.table import load_table_policy
 from ppdbench.runs.manifest import EngineIdentity
 from ppdbench.runs.points import PointKey
 from ppdbench.sim.config import SimConfig
@@ -42,11 +40,6 @@ class Backend(Protocol):
     def measure(self, keys: Sequence[PointKey]) -> Iterator[Measured]:
         """Each key once, in any order. A failed point is yielded with its cause, not raised."""
         ...
-
-
-def policy_of(key: PointKey) -> Policy:
-    """The policy of a point; a table is read here, for the point's topology."""
-    return parse_policy(key.policy, lambda path: load_table_policy(path, key.topology))
 
 
 @dataclass(frozen=True, slots=True)

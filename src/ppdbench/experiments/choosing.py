@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
+from ppdbench.cluster.contract import ClusterSpec
+from ppdbench.cluster.launch import LaunchOptions
 from ppdbench.core.errors import UsageError
 from ppdbench.experiments.backends import Backend, SimulatedBackend
+from ppdbench.experiments.clusters import Attaching, ClusterSource, Launching
 from ppdbench.experiments.grid import Grid, load_grid
+from ppdbench.experiments.live import LiveBackend, LiveOptions
 from ppdbench.experiments.measuring import Measuring
 from ppdbench.experiments.workers import available_cores
 from ppdbench.runs.aggregate import Limits
@@ -28,29 +33,67 @@ class Choice:
     keep_records: bool = False
     limits: Limits = field(default_factory=Limits)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    launch: LaunchOptions = field(default_factory=LaunchOptions)
+    cluster: ClusterSpec | None = None
+    dtype: str | None = None
+    live: LiveOptions = field(default_factory=LiveOptions)
 
 
-def choose_backend(choice: Choice) -> Backend:
-    """Raises UsageError for anything that cannot be: grid, backend, GPU, model, setting."""
+def choose_backend(
+    choice: Choice, logs: Path = Path("logs"), say: Callable[[str], None] = lambda _: None
+) -> Backend:
+    """The backend for a choice. ``logs`` is for launched nodes, ``say`` is told what they do.
+
+    Raises:
+        UsageError: anything that cannot be: grid, backend, GPU, model, setting.
+    """
     if choice.backend not in BACKENDS:
         raise UsageError(
             f"unknown backend {choice.backend!r}; known backends: {', '.join(BACKENDS)}"
         )
     grid = load_grid(choice.grid)
-    return _simulated(choice, grid)
+    if choice.backend == "sim":
+        return _simulated(choice, grid)
+    return LiveBackend(_measuring(choice, grid), _source(choice, grid, logs, say), choice.live, say)
 
 
-def _simulated(choice: Choice, grid: Grid) -> SimulatedBackend:
-    config = sim_config(grid.settings, choice.settings)
+def _measuring(choice: Choice, grid: Grid, block_tokens: int | None = None) -> Measuring:
     grid.prepare()
-    measuring = Measuring(
+    return Measuring(
         grid,
         choice.seed,
         limits=choice.limits,
         keep_records=choice.keep_records or grid.keep_records,
-        block_tokens=config.block_tokens,
+        block_tokens=block_tokens,
     )
+
+
+def _simulated(choice: Choice, grid: Grid) -> SimulatedBackend:
+    if grid.arrivals.is_closed:
+        raise UsageError(
+            f"grid {grid.name}: closed arrivals need real engines; "
+            "give it rates, or use --backend vllm or attach"
+        )
+    config = sim_config(grid.settings, choice.settings)
+    measuring = _measuring(choice, grid, config.block_tokens)
     return SimulatedBackend(measuring, config, choice.jobs or available_cores())
+
+
+def _source(choice: Choice, grid: Grid, logs: Path, say: Callable[[str], None]) -> ClusterSource:
+    if grid.engine.replies == "recorded":
+        raise UsageError(
+            f'grid {grid.name}: replies = "recorded" cannot be honoured by a live engine, which '
+            'keeps its own reply\'s KV; use replies = "model"'
+        )
+    if choice.backend == "vllm":
+        pulls = any(key.policy == "pull" for key in grid.points())
+        return Launching(replace(choice.launch, pull=choice.launch.pull or pulls), logs, say)
+    if choice.cluster is None:
+        raise UsageError(
+            "--backend attach needs to know the nodes: --cluster FILE, or --node ROLE=URL for each"
+        )
+    told = choice.settings
+    return Attaching(choice.cluster, told.get("gpu"), choice.dtype, told.get("connector"))
 
 
 def sim_config(proposed: Mapping[str, Any], asked: Mapping[str, Any]) -> SimConfig:

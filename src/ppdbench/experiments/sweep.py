@@ -17,9 +17,12 @@ from ppdbench.experiments.measuring import Measured
 from ppdbench.runs.manifest import Manifest
 from ppdbench.runs.points import PointKey
 from ppdbench.runs.store import RunWriter, read_points
+from ppdbench.runs.validity import Validity
 
 WRITING_THREADS = 4
 WRITES_BEHIND = 64
+DEFAULT_VOTERS = frozenset({Validity.TOO_FEW})
+"""Codes with which a point still votes under ``build-table``'s defaults (``--min-n 1``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,11 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """What a sweep came to. ``by_validity`` counts points by code; a point may have several."""
+    """What a sweep came to.
+
+    ``ok`` points may vote in a table built with the default options: a point that is only
+    ``too_few`` may. ``by_validity`` counts points by code; a point may have several.
+    """
 
     run: Path
     points: int
@@ -141,7 +148,7 @@ def _result(folder: Path, effort: Effort) -> SweepResult:
     return SweepResult(
         run=folder,
         points=len(validities),
-        ok=sum(not codes for codes in validities),
+        ok=sum(DEFAULT_VOTERS.issuperset(codes) for codes in validities),
         by_validity=dict(sorted(Counter(_flat(validities)).items())),
         effort=effort,
     )

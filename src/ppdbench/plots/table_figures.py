@@ -14,9 +14,6 @@ from ppdbench.plots import style
 Cell = Mapping[str, Any]
 Shape = tuple[float, float, float]
 
-NARROWEST_IN = 8.0
-"""Title and notes must fit above and below a single panel."""
-
 _SIGNS = {"local": "L", "remote": "R", "undecided": "?"}
 
 
@@ -34,8 +31,7 @@ def heat_map(document: Mapping[str, Any]) -> Figure:
         rates = len({float(cell["rate_per_s"]) for cell in cells})
         figure = style.grid(
             len(topologies), columns=2,
-            width_in=max(NARROWEST_IN / min(2, len(topologies)), 5.0, 2.6 + 0.42 * rates),
-            height_in=0.9 + 0.25 * rows,
+            width_in=2.6 + max(2.4, 0.42 * rates), height_in=0.9 + 0.25 * rows,
         )  # fmt: skip
         limit = _limit(cells)
         for axes, topology in zip(figure.axes, topologies, strict=False):

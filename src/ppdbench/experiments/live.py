@@ -1,0 +1,186 @@
+"""Points on real engines: one cluster at a time, every node watched, every path proven."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import uvloop
+
+from ppdbench.cluster.canary import check_canaries
+from ppdbench.cluster.launch import Cluster
+from ppdbench.core.conversation import Arrival, Conversation
+from ppdbench.core.errors import EngineError
+from ppdbench.core.seeds import seed_for
+from ppdbench.core.topology import Topology
+from ppdbench.experiments.clusters import ClusterSource, cast, shape_of
+from ppdbench.experiments.measuring import Measured, Measuring
+from ppdbench.experiments.policies import policy_of
+from ppdbench.load.live import LiveSettings, run_live_point
+from ppdbench.load.turns import TurnSettings
+from ppdbench.runs.manifest import EngineIdentity
+from ppdbench.runs.points import PointKey, PointOutcome
+
+ATTEMPTS = 2
+DRAIN_S = 10.0
+"""A guess at how long a point's last conversations take, for the forecast alone."""
+WARM_UP_TURNS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LiveOptions:
+    """How live points are run.
+
+    ``warm_up`` conversations go before each point, ``None`` for one per home. ``canaries`` sends
+    small greedy conversations over every path of a fresh cluster and compares the answers.
+    """
+
+    point_timeout_s: float = 900.0
+    warm_up: int | None = None
+    canaries: bool = True
+    vocabulary: int = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class LiveBackend:
+    """Points grouped by the processes they need, in an order within each that the seed draws."""
+
+    measuring: Measuring
+    source: ClusterSource
+    options: LiveOptions = field(default_factory=LiveOptions)
+    say: Callable[[str], None] = lambda _: None
+
+    def identity(self) -> EngineIdentity:
+        return self.source.identity(list(_by_shape(self.measuring.grid.points())))
+
+    def expected_s(self, keys: Sequence[PointKey]) -> float:
+        starts = len(_by_shape(keys)) * self.source.start_s
+        return starts + len(keys) * (self.measuring.grid.duration_s + DRAIN_S)
+
+    def measure(self, keys: Sequence[PointKey]) -> Iterator[Measured]:
+        for shape, group in _by_shape(keys).items():
+            with self.source.open(shape) as cluster:
+                yield from _OnCluster(self, cluster).measure(self._shuffled(shape, group))
+
+    def _shuffled(self, shape: Topology, group: Sequence[PointKey]) -> list[PointKey]:
+        """Drifts of the machine must not line up with rates or routes."""
+        order = list(group)
+        random.Random(seed_for(self.measuring.seed, "order", shape)).shuffle(order)
+        return order
+
+
+def _by_shape(keys: Sequence[PointKey]) -> dict[Topology, list[PointKey]]:
+    groups: dict[Topology, list[PointKey]] = {}
+    for key in keys:
+        groups.setdefault(shape_of(Topology.parse(key.topology)), []).append(key)
+    return groups
+
+
+class _OnCluster:
+    """The points of one cluster, one after the other."""
+
+    def __init__(self, backend: LiveBackend, cluster: Cluster) -> None:
+        self._backend = backend
+        self._measuring = backend.measuring
+        self._cluster = cluster
+        self._wrong_answers: list[str] = []
+
+    def measure(self, keys: Sequence[PointKey]) -> Iterator[Measured]:
+        self._check_answers()
+        for key in keys:
+            yield self._until_measured(key)
+
+    def _check_answers(self) -> None:
+        """Wrong KV comes with HTTP 200; a cluster that has it proves no path."""
+        if self._backend.options.canaries:
+            model = self._cluster.facts.model
+            self._wrong_answers = check_canaries(self._cluster.spec, model)
+        for problem in self._wrong_answers:
+            self._backend.say(f"canary: {problem}")
+
+    def _until_measured(self, key: PointKey) -> Measured:
+        """Two attempts, the second on a fresh cluster; then the failure is the result."""
+        cause = ""
+        for attempt in range(1, ATTEMPTS + 1):
+            if attempt > 1 or self._sick():
+                self._start_afresh()
+            try:
+                return self._attempt(key, attempt)
+            except EngineError as error:
+                cause = str(error)
+                self._backend.say(f"{key.slug}: attempt {attempt}: {cause}")
+        return self._measuring.fail(key, cause, {"attempt": ATTEMPTS})
+
+    def _sick(self) -> list[str]:
+        return sorted(name for name, good in self._cluster.health().items() if not good)
+
+    def _start_afresh(self) -> None:
+        """Raises EngineError when the cluster cannot come back: the sweep ends, resumable."""
+        try:
+            self._cluster.restart()
+        except EngineError:
+            if self._sick():
+                raise
+
+    def _attempt(self, key: PointKey, attempt: int) -> Measured:
+        began_s = time.monotonic()
+        outcome = self._play(key)
+        if sick := self._sick():
+            raise EngineError(f"{', '.join(sick)} did not answer the health check after the point")
+        if self._wrong_answers:
+            outcome.facts["path_proven"] = False
+        outcome.timing |= {
+            "attempt": attempt,
+            "total_s": time.monotonic() - began_s,
+            "problems": [*self._wrong_answers, *outcome.facts.get("path_problems", [])],
+            "nodes": {node.name: node.url for node in self._cluster.nodes},
+        }
+        return self._measuring.finish(key, outcome, self._cluster.facts.block_size)
+
+    def _play(self, key: PointKey) -> PointOutcome:
+        async def bounded() -> PointOutcome:
+            async with asyncio.timeout(self._backend.options.point_timeout_s):
+                return await run_live_point(
+                    cast(self._cluster.spec, Topology.parse(key.topology)),
+                    policy_of(key),
+                    self._measuring.arrivals(key),
+                    key.rate_per_s,
+                    self._settings(key),
+                    self._measuring.seed_of(key),
+                )
+
+        try:
+            return uvloop.run(bounded())
+        except TimeoutError as error:
+            limit_s = self._backend.options.point_timeout_s
+            raise EngineError(f"the point did not end within {limit_s:g} s") from error
+
+    def _settings(self, key: PointKey) -> LiveSettings:
+        grid = self._measuring.grid
+        turns = TurnSettings(
+            self._cluster.facts.model,
+            exact_lengths=grid.engine.ignore_eos,
+            vocabulary=self._backend.options.vocabulary,
+            extra={"temperature": grid.engine.temperature},
+        )
+        users = int(key.rate_per_s) if grid.arrivals.is_closed else None
+        return LiveSettings(turns, users=users, warm_up=self._warm_up(key))
+
+    def _warm_up(self, key: PointKey) -> list[Arrival]:
+        """Conversations of their own, at once: as many on each home, so placement stays even."""
+        wanted = self._backend.options.warm_up
+        homes = len(Topology.parse(key.topology).homes)
+        count = homes if wanted is None else wanted
+        drawn = self._measuring.grid.schedule(key, seed_for(self._measuring.seed, "warm-up"))
+        return [Arrival(0.0, _short(arrival.conversation)) for arrival in drawn[:count]]
+
+
+def _short(conversation: Conversation) -> Conversation:
+    return replace(
+        conversation,
+        id=f"warm-up/{conversation.id}",
+        turns=conversation.turns[:WARM_UP_TURNS],
+    )
