@@ -6,8 +6,8 @@ import hashlib
 import importlib.resources
 import json
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,24 @@ from ppdbench.core.seeds import rng_for
 from ppdbench.experiments.grid_file import Arm, GridTables, read_tables
 from ppdbench.experiments.workload_entries import Workload
 from ppdbench.runs.points import PointKey
-from ppdbench.workload.arrivals import ArrivalProcess, arrival_times
+from ppdbench.workload.arrivals import ArrivalProcess, arrival_times, expected_arrivals
+from ppdbench.workload.content import TextMaker
 from ppdbench.workload.dataset import RecordedTurns
+from ppdbench.workload.tokens import DEFAULT, load_tokenizer
 
 
 @dataclass(frozen=True)
 class EngineDefaults:
     """What a real engine is asked for: see ``[engine]`` in docs/workloads.md.
 
-    ``replies`` is ``model`` (the model's own reply becomes history) or ``recorded``.
+    ``replies`` is ``model`` (the model's own reply becomes history) or ``recorded``. ``prompts``
+    is the form of synthetic requests: ``tokens`` or ``text``.
     """
 
     ignore_eos: bool = True
     temperature: float = 0.0
     replies: str = "model"
+    prompts: str = "tokens"
 
 
 @dataclass(frozen=True)
@@ -93,11 +97,83 @@ class Grid:
         times = arrival_times(self.arrivals, key.rate_per_s, self.duration_s, rng).tolist()
         return list(map(Arrival, times, workload.conversations(len(times), point, rng)))
 
+    def users(self, key: PointKey) -> int | None:
+        """How many conversations run at a time under closed arrivals; ``None`` for an open loop."""
+        return int(key.rate_per_s) if self.arrivals.is_closed else None
+
+    def with_content(
+        self, key: PointKey, arrivals: Sequence[Arrival], served_tokenizer: str | None, seed: int
+    ) -> list[Arrival]:
+        """A schedule of ``key`` with its words, for real engines.
+
+        Recorded conversations get their texts; as token ids where they are counted by the served
+        model's own tokenizer (:meth:`counted_by`), so that client and server count the same.
+        Synthetic ones stay without, which makes the driver draw token ids of exact length, unless
+        the grid asks for ``prompts = "text"``.
+        """
+        workload = self.workloads[key.workload]
+        if isinstance(workload, RecordedTurns):
+            return workload.with_content(arrivals, as_ids=workload.tokenizer == served_tokenizer)
+        if self.engine.prompts == "tokens":
+            return list(arrivals)
+        maker = TextMaker(load_tokenizer(served_tokenizer or DEFAULT), seed)
+        return [Arrival(arrival.at_s, maker.fill(arrival.conversation)) for arrival in arrivals]
+
+    def counted_by(self, tokenizer: str) -> Grid:
+        """The same grid with recorded workloads counted by a model folder's own tokenizer.
+
+        A workload whose file names a tokenizer keeps it.
+        """
+        workloads = {
+            name: replace(workload, tokenizer=tokenizer)
+            if isinstance(workload, RecordedTurns) and workload.tokenizer == DEFAULT
+            else workload
+            for name, workload in self.workloads.items()
+        }
+        return replace(self, workloads=workloads)
+
     def prepare(self) -> None:
         """Read and keep the data of every recorded workload, so that points start at once."""
-        for workload in self.workloads.values():
-            if isinstance(workload, RecordedTurns):
-                _ = workload.chats
+        for workload in self._recorded():
+            _ = workload.chats
+
+    def notices(self) -> list[str]:
+        """What a user should know of the data: files that are cut off."""
+        return [
+            f"{workload.source} is cut off at byte {account.truncated_at_byte}; the "
+            f"{account.conversations.read} whole conversations before that are used"
+            for workload in self._recorded()
+            if (account := workload.prepared.info.account).truncated_at_byte is not None
+        ]
+
+    def expected_turns(self, keys: Iterable[PointKey]) -> float:
+        """How many requests the points have, on average. Reads recorded workloads."""
+        per_conversation = {name: w.mean_turns for name, w in self.workloads.items()}
+        return sum(
+            expected_arrivals(self.arrivals, key.rate_per_s, self.duration_s)
+            * per_conversation[key.workload]
+            for key in keys
+        )
+
+    def expected_offered_s(self, keys: Iterable[PointKey], token_s: float) -> float:
+        """Seconds that the points take on engines at ``token_s`` per output token, no load.
+
+        Arrivals, then the last conversation to its end; closed users one after the other.
+        """
+        per_conversation = {
+            name: w.mean_output_tokens * token_s + w.mean_turns * w.think.mean_s
+            for name, w in self.workloads.items()
+        }
+        rounds = self.arrivals.conversations_per_user if self.arrivals.is_closed else 1
+        offered_s = 0.0 if self.arrivals.is_closed else self._arrivals_last_s
+        return sum(offered_s + rounds * per_conversation[key.workload] for key in keys)
+
+    @property
+    def _arrivals_last_s(self) -> float:
+        return min(self.duration_s, max(self.arrivals.times_s, default=self.duration_s))
+
+    def _recorded(self) -> list[RecordedTurns]:
+        return [w for w in self.workloads.values() if isinstance(w, RecordedTurns)]
 
 
 def _digest(document: Mapping[str, Any]) -> str:

@@ -133,7 +133,9 @@ def _places(top: Table, product: list[tuple[str, float]]) -> tuple[tuple[str, fl
 
 
 def _duration(top: Table, duration_s: float | None, arrivals: ArrivalProcess) -> float:
-    if duration_s is None and arrivals.process == "trace":
+    if arrivals.is_closed and duration_s is not None:
+        raise top.error("duration_s", "cannot be honoured by closed arrivals, which end by count")
+    if duration_s is None and arrivals.process in ("trace", "closed"):
         return math.inf
     if duration_s is None or not 0 < duration_s < math.inf:
         raise top.error("duration_s", f"is {duration_s!r}; expected seconds of arrivals, above 0")
@@ -150,6 +152,9 @@ def _arrivals(table: Table, path: Path) -> ArrivalProcess:
     if process == "trace":
         file = path.parent / table.take("file", str)
         arrivals = replace(arrivals, times_s=read_trace(file))
+    if arrivals.is_closed:
+        per_user = table.take_count("conversations_per_user")
+        arrivals = replace(arrivals, conversations_per_user=per_user)
     table.close()
     return arrivals
 
@@ -166,20 +171,24 @@ def _gamma_cv(table: Table) -> float:
     return value
 
 
-_ENGINE_KEYS = {"ignore_eos": bool, "temperature": float, "replies": str}
+_ENGINE_CHOICES = {"replies": ("model", "recorded"), "prompts": ("tokens", "text")}
 
 
 def _engine(table: Table) -> dict[str, Any]:
-    found = {
-        key: value
-        for key, kind in _ENGINE_KEYS.items()
-        if (value := table.take(key, kind, None)) is not None
-    }
+    """Only what the file says; the defaults stand in ``EngineDefaults``."""
+    found: dict[str, Any] = {}
+    if table.has("ignore_eos"):
+        found["ignore_eos"] = table.take("ignore_eos", bool)
+    if table.has("temperature"):
+        found["temperature"] = table.take("temperature", float)
+        if not 0 <= found["temperature"] < math.inf:
+            raise table.error("temperature", f"is {found['temperature']!r}; expected 0 or more")
+    for key, choices in _ENGINE_CHOICES.items():
+        if table.has(key):
+            found[key] = table.take(key, str)
+            if found[key] not in choices:
+                raise table.error(key, f"is {found[key]!r}; expected {' or '.join(choices)}")
     table.close()
-    if found.get("replies", "model") not in ("model", "recorded"):
-        raise table.error("replies", f"is {found['replies']!r}; expected model or recorded")
-    if found.get("temperature", 0) < 0:
-        raise table.error("temperature", f"is {found['temperature']!r}; expected 0 or more")
     return found
 
 

@@ -56,6 +56,8 @@ class Table:
         return tuple(values)
 
     def has(self, key: str) -> bool:
+        """Whether it is there and not yet taken; makes the key a known one."""
+        self._known.append(key)
         return key in self._values
 
     def one_of(self, *keys: str) -> str:

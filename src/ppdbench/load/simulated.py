@@ -30,14 +30,16 @@ def run_simulated_point(  # noqa: PLR0913, PLR0917 - a point is these six things
     config: SimConfig,
     seed: int,
     *,
+    users: int | None = None,
     make_play: Callable[..., Play] = Play,
     connections: int | None = None,
 ) -> PointOutcome:
     """Serve ``arrivals`` to the last token on a fresh, cold cluster.
 
     The same arguments give the same records, whatever the hash seed. ``seed`` draws nothing but
-    where re-tokenisation breaks a reply. ``make_play`` and ``connections`` emulate other people's
-    placement and a client that caps its connections.
+    where re-tokenisation breaks a reply. ``users`` makes it a closed loop: so many conversations
+    run at a time, each begins when one before it has ended. ``make_play`` and ``connections``
+    emulate other people's placement and a client that caps its connections.
     """
     started = time.perf_counter()
     kernel = Kernel()
@@ -49,12 +51,14 @@ def run_simulated_point(  # noqa: PLR0913, PLR0917 - a point is these six things
         running=cluster.running,
         outstanding=cluster.outstanding_prefill.__getitem__,
     )
+    at_once = len(arrivals) if users is None else users
     driver = _Driver(kernel, cluster, play, seed, connections)
-    for arrival in arrivals:
+    driver.later.extend(arrivals[at_once:])
+    for arrival in arrivals[:at_once]:
         kernel.at(arrival.at_s, driver.begin, arrival)
     kernel.run()
     timing = _timing(kernel, cluster, time.perf_counter() - started)
-    return PointOutcome(play.records, _facts(play.records, arrivals), timing)
+    return PointOutcome(play.records, _facts(play.records), timing)
 
 
 class _Driver:
@@ -73,6 +77,7 @@ class _Driver:
         self._loss = cluster.config.retokenisation_loss
         self._free_connections = ALL if connections is None else connections
         self._queue: deque[Dialogue] = deque()
+        self.later: deque[Arrival] = deque()
         self._matching: dict[str, int] = {}
         self._out: dict[str, tuple[Dialogue, TurnRecord]] = {}
 
@@ -119,6 +124,8 @@ class _Driver:
             self._send(self._queue.popleft())
         else:
             self._free_connections += 1
+        if self.later:
+            self.begin(self.later.popleft())
 
     def _close_record(self, record: TurnRecord, request: Request) -> None:
         record.first_token_at_s = request.first_token_at_s
@@ -140,14 +147,15 @@ class _Driver:
         return floor(log(1 - lot) / log1p(-self._loss))
 
 
-def _facts(records: Sequence[TurnRecord], arrivals: Sequence[Arrival]) -> dict[str, object]:
+def _facts(records: Sequence[TurnRecord]) -> dict[str, object]:
+    begun = [record.scheduled_at_s for record in records if record.turn == 1]
     return {
         "send_lag_p99_s": 0.0,
         "loop_lag_p99_s": 0.0,
         "path_proven": True,
         "bytes_moved": sum(record.bytes_moved or 0 for record in records),
         "recomputed_tokens": sum(record.recomputed_tokens or 0 for record in records),
-        "window_s": arrivals[-1].at_s - arrivals[0].at_s if arrivals else 0.0,
+        "window_s": max(begun, default=0.0) - min(begun, default=0.0),
     }
 
 

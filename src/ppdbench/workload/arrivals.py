@@ -23,12 +23,13 @@ class ArrivalProcess:
 
     ``cv`` is the gaps' coefficient of variation under ``gamma`` (1 is Poisson; vLLM's burstiness
     is 1/cv²). ``times_s`` are a trace's instants. ``closed`` has users instead of a rate: each
-    begins its next conversation when the one before has ended.
+    begins its next conversation when the one before has ended, ``conversations_per_user`` in all.
     """
 
     process: str = "poisson"
     cv: float = 1.0
     times_s: tuple[float, ...] = ()
+    conversations_per_user: int = 0
 
     @property
     def is_closed(self) -> bool:
@@ -53,8 +54,11 @@ def arrival_times(
     """Rising instants in [0, ``duration_s``), at least one.
 
     A draw without any arrival is drawn again: a point must have a conversation. Constant arrivals
-    begin at 0; the random processes begin with a gap.
+    begin at 0; the random processes begin with a gap. Under ``closed``, where ``rate_per_s`` is
+    the number of users, all stand at 0 and the driver begins them as users become free.
     """
+    if process.is_closed:
+        return np.zeros(int(rate_per_s) * process.conversations_per_user)
     if process.process == "trace":
         times = np.asarray(process.times_s)
         return times[times < duration_s]
@@ -64,6 +68,13 @@ def arrival_times(
         times = _random_times(process, rate_per_s, duration_s, rng)
         if times.size:
             return times
+
+
+def expected_arrivals(process: ArrivalProcess, rate_per_s: float, duration_s: float) -> float:
+    """How many conversations a point has, on average; exact for all but the random processes."""
+    if process.process in ("closed", "trace", "constant"):
+        return float(arrival_times(process, rate_per_s, duration_s, np.random.default_rng(0)).size)
+    return rate_per_s * duration_s
 
 
 def _random_times(

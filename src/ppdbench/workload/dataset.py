@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from ppdbench.core.conversation import Conversation, Turn
+from ppdbench.core.conversation import Arrival, Conversation, Turn
 from ppdbench.core.errors import WorkloadError
 from ppdbench.core.folders import cache_folder
 from ppdbench.workload.account import Account
 from ppdbench.workload.chat import Chat, RawChat
 from ppdbench.workload.clean import RULES_VERSION, clean, first_of_each_id, join_parts
+from ppdbench.workload.content import with_texts, with_token_ids
 from ppdbench.workload.prepared import (
     SCHEMA_VERSION,
     Origin,
@@ -182,6 +183,14 @@ class RecordedTurns:
         chosen = rng.permutation(len(self.chats))[:n].tolist()
         return [self._conversation(self.chats[i], prefix, rng) for i in chosen]
 
+    def with_content(self, arrivals: Sequence[Arrival], *, as_ids: bool) -> list[Arrival]:
+        """The same schedule with its words, as text or as ids of this workload's tokenizer."""
+        wanted = {_chat_id(arrival) for arrival in arrivals}
+        rows = read_prepared(self.prepared.path, content=True)
+        chats = {chat.id: chat for chat in rows if chat.id in wanted}
+        texts = with_texts(arrivals, [chats[_chat_id(arrival)] for arrival in arrivals])
+        return with_token_ids(texts, load_tokenizer(self.tokenizer)) if as_ids else texts
+
     def _conversation(self, chat: Chat, prefix: str, rng: np.random.Generator) -> Conversation:
         turns = map(Turn, chat.new_tokens, chat.output_tokens, self._pauses(chat, rng))
         return Conversation(
@@ -195,6 +204,11 @@ class RecordedTurns:
         if self.think.kind == "recorded":
             return [min(pause or 0.0, self.think.max_s) for pause in chat.think_s]
         return [0.0, *self.think.draw(chat.turns - 1, rng).tolist()]
+
+
+def _chat_id(arrival: Arrival) -> str:
+    """What follows the point's prefix WORKLOAD/RATE/REPEAT/."""
+    return arrival.conversation.id.split("/", 3)[3]
 
 
 def _check_recorded_pauses(spec: RecordedTurns, chats: list[Chat]) -> None:

@@ -23,6 +23,11 @@ class ThinkTime:
     sigma: float = 0.0
     max_s: float = float("inf")
 
+    @property
+    def mean_s(self) -> float:
+        """For estimates: the median under ``lognormal``, 0 under ``recorded``, uncut."""
+        return self.seconds
+
     def draw(self, n: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
         return np.minimum(self._raw(n, rng), self.max_s)
 
