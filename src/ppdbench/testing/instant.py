@@ -91,7 +91,7 @@ async def _serve() -> None:
     server = await loop.create_server(_Connection, "127.0.0.1", 0, backlog=4096)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)  # noqa: T201
     closed = asyncio.Event()
-    loop.add_reader(sys.stdin.fileno(), closed.set)
+    loop.add_reader(sys.stdin.fileno(), closed.set)  # nobody writes to it: readable is closed
     await closed.wait()
     server.close()
 
