@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppdbench.core.errors import RunError
+from ppdbench.core.errors import RunError, UsageError
 from ppdbench.core.topology import NAMED_TOPOLOGIES, Topology
 from ppdbench.runs.manifest import EngineIdentity, Manifest
 from ppdbench.runs.points import PointKey
@@ -101,7 +101,7 @@ def _read_point(path: Path) -> tuple[PointKey, dict[str, Any]]:
         document = json.loads(path.read_bytes())
         key = _key(document)
         return key, _point(key, document)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (UsageError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(
             f"{path} is not a result of the vllm-ppd harness ({type(error).__name__}: {error}); "
             "remove it or restore it, and import again"

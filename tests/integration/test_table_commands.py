@@ -1,0 +1,239 @@
+"""``ppd build-table`` and ``ppd table`` as a user meets them: documents, exit codes, sentences."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from ppdbench.cli.app import app
+from ppdbench.runs.manifest import EngineIdentity, Manifest
+from ppdbench.runs.store import RunWriter
+
+STATISTICS = ("mean", "p50", "p90", "p95", "p99")
+
+
+def point(policy, rate, ttft_s, tpot_s):
+    def group():
+        lengths = {"context_tokens": 2048, "new_tokens": 128, "output_tokens": 64}
+        return {
+            "n": 40,
+            "ttft_s": dict.fromkeys(STATISTICS, ttft_s),
+            "tpot_s": dict.fromkeys(STATISTICS, tpot_s),
+            **{name: {"mean": value} for name, value in lengths.items()},
+        }
+
+    return {
+        "topology": "2P_2D", "policy": policy, "workload": "large_tiny", "rate_per_s": rate,
+        "repeat": 0,
+        "success": 1.0, "validity": [], "turn2plus": group(), "all": group(), "turn1": group(),
+    }  # fmt: skip
+
+
+def write_run(folder, backend="sim", gain=0.5, **identity):
+    """A finished run of four rates; at the highest, local costs TPOT."""
+    engine = EngineIdentity(**{"backend": backend, "engine": backend, "model": "m", **identity})
+    points = []
+    for rate in (1.0, 2.0, 4.0, 8.0):
+        points.append(point("remote", rate, 0.2, 0.01))
+        points.append(point("local", rate, 0.2 * (1 - gain), 0.012 if rate > 4 else 0.01))
+    with RunWriter(folder, Manifest(engine, grid="smoke", commit=None)) as run:
+        run.write_points(points)
+    return folder
+
+
+def ppd(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def said(*arguments):
+    """The command's one JSON document."""
+    result = ppd(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run(tmp_path / "run")
+
+
+@pytest.fixture
+def table(run, tmp_path):
+    path = tmp_path / "t.json"
+    assert ppd("build-table", run, "--base", "2P_2D", "-o", path).exit_code == 0
+    return path
+
+
+def test_build_says_what_it_built(run, tmp_path):
+    """The counts of the contract, and the digest that the file carries."""
+    document = said("build-table", run, "--base", "2P_2D", "-o", tmp_path / "t.json")
+
+    assert {"cells", "local", "remote", "undecided", "one_sided", "failed", "digest"} <= set(
+        document
+    )
+    assert (document["cells"], document["local"]) == (4, 4)
+    assert json.loads((tmp_path / "t.json").read_text())["digest"] == document["digest"]
+
+
+def test_equal_runs_give_equal_bytes(tmp_path):
+    """Neither the folder's name nor when it was built is in the table."""
+    for name in ("a", "b"):
+        folder = write_run(tmp_path / name)
+        ppd("build-table", folder, "--base", "2P_2D", "-o", tmp_path / f"{name}.json")
+
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--base", "4R"),
+        ("--base", "2X"),
+        ("--base", "2P_2D", "--stat", "p42"),
+        ("--base", "2P_2D", "--w-tpot", "-1"),
+        ("--base", "2P_2D", "--guard", "ttft=1"),
+        ("--base", "2P_2D", "--slo", "ttft=1"),
+        ("--base", "2P_2D", "--slo", "ttft=1,tpot=1"),
+        ("--base", "2P_2D", "--undecided", "maybe"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(run, tmp_path, wrong):
+    """Exit 2, one line on stderr, no traceback, no table."""
+    result = ppd("build-table", run, *wrong, "-o", tmp_path / "t.json")
+
+    assert result.exit_code == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_a_base_nobody_measured_ends_with_1(run, tmp_path):
+    """The work is done and nothing usable came out."""
+    result = ppd("build-table", run, "--base", "1P_3D", "-o", tmp_path / "t.json")
+
+    assert result.exit_code == 1
+    assert "sweep the base under remote and local" in result.stderr
+
+
+def test_runs_that_differ_are_refused_by_field(run, tmp_path):
+    """The message names the field."""
+    other = write_run(tmp_path / "other", gpu="b200")
+    result = ppd("build-table", run, other, "--base", "2P_2D", "-o", tmp_path / "t.json")
+
+    assert result.exit_code == 2
+    assert "gpu" in result.stderr
+
+
+def test_a_live_run_wins_over_a_simulated_one(run, tmp_path):
+    """Cell by cell; the table is still called simulated while one such cell is in it."""
+    live = write_run(tmp_path / "live", backend="vllm", gain=-0.5, engine_version="0.21")
+    document = said("build-table", run, live, "--base", "2P_2D", "-o", tmp_path / "t.json")
+
+    assert (document["cells"], document["remote"]) == (4, 4)
+    assert said("table", "check", tmp_path / "t.json")["simulated"] is False
+
+
+@pytest.mark.parametrize("command", ["show", "check"])
+def test_a_simulated_table_says_so(table, command):
+    """Wherever it is shown."""
+    assert "simulat" in ppd("table", command, table).stdout.lower()
+    assert said("table", "check", table)["simulated"] is True
+
+
+def test_show_draws_a_row_per_shape_and_names_the_first_flip(table):
+    """The heat map's row, S in its cells, and the ratio of weights at which a cell turns."""
+    shown = ppd("table", "show", table).stdout
+
+    assert "2048 + 128 → 64" in shown
+    assert "L +0.50" in shown
+    assert "r*    2.50" in shown
+
+
+def test_reweight_and_diff_agree_with_a_build(run, table, tmp_path):
+    """Other weights need no run: the same bytes as building with them; diff names the rule."""
+    built, weighed = tmp_path / "built.json", tmp_path / "weighed.json"
+    said("build-table", run, "--base", "2P_2D", "--w-tpot", 6, "-o", built)
+    counts = said("table", "reweight", table, "--w-tpot", 6, "-o", weighed)
+    changed = said("table", "diff", table, weighed)
+
+    assert built.read_bytes() == weighed.read_bytes()
+    assert (counts["local"], counts["remote"]) == (3, 1)
+    assert [(c["before"], c["after"], c["why"]) for c in changed["changed"]] == [
+        ("local", "remote", "rule")
+    ]
+    assert changed["rule"] == {"w_tpot": ["1.0", "6.0"]}
+
+
+@pytest.mark.parametrize("router", ["vllm-router", "dynamo", "llm-d"])
+def test_an_export_has_its_price(table, tmp_path, router):
+    """A file for the router, and the regret of each simpler policy."""
+    out = tmp_path / "export"
+    document = said("table", "export", table, "--to", router, "-o", out)
+
+    assert out.read_text() == document["export"]
+    assert {"always_local", "always_remote"} <= {r["policy"] for r in document["regret"]}
+    assert document["simulated"] is True
+
+
+def test_a_plan_is_a_grid_that_a_sweep_takes(table, tmp_path):
+    """Ppd sweep reads what ppd table plan wrote, and finds the places that were chosen."""
+    grid = tmp_path / "next.toml"
+    planned = said("table", "plan", table, "--budget", "4m", "-o", grid)
+    swept = said("sweep", "--grid", grid, "--dry-run")
+
+    assert [place["rate_per_s"] for place in planned["places"]] == [8.0]
+    assert swept["points"] == 2 * 3
+    assert planned["expected_s"] == 120
+
+
+def test_a_plan_for_another_grid_is_refused(table):
+    """A grid that has none of the table's workloads cannot go on from it."""
+    result = ppd("table", "plan", table, "--budget", "30m", "--grid", "smoke-live")
+
+    assert result.exit_code == 2
+    assert "give the grid it was measured with" in result.stderr
+
+
+DAMAGE = {
+    "truncated": lambda text: text[: len(text) // 2],
+    "hand-edited": lambda text: text.replace('"decision": "local"', '"decision": "remote"', 1),
+    "newer": lambda text: text.replace('"schema_version": 1', '"schema_version": 9'),
+    "not a number": lambda text: text.replace('"s": 0.5', '"s": NaN', 1),
+    "duplicate cell": lambda text: text.replace('"rate_per_s": 2.0', '"rate_per_s": 1.0'),
+    "code": lambda _: "__import__('os').system('false')",
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("command", ["show", "check", "diff", "reweight", "export", "plan"])
+def test_a_damaged_table_is_refused_by_every_command(table, tmp_path, kind, command):
+    """Exit 2, one sentence that names the file, no traceback, nothing written."""
+    bad = tmp_path / "bad.json"
+    bad.write_text(DAMAGE[kind](table.read_text()))
+    more = {
+        "diff": [table],
+        "reweight": ["--w-tpot", 6, "-o", tmp_path / "out.json"],
+        "export": ["--to", "dynamo"],
+        "plan": ["--budget", "30m"],
+    }
+    result = ppd("table", command, bad, *more.get(command, []))
+
+    assert result.exit_code == 2
+    assert str(bad) in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_result_that_is_no_result_is_refused_by_the_import(tmp_path):
+    """The file is named; a folder without results says what was expected."""
+    folder = tmp_path / "results" / "2P_2D"
+    folder.mkdir(parents=True)
+    empty = ppd("import", "vllm-ppd", tmp_path / "results", "-o", tmp_path / "run")
+    (folder / "2P_2D_small_tiny_8.json").write_text('{"config": "2P_2D"')
+    broken = ppd("import", "vllm-ppd", tmp_path / "results", "-o", tmp_path / "run")
+
+    assert (empty.exit_code, broken.exit_code) == (2, 2)
+    assert "CONFIG_WORKLOAD_QPS.json" in empty.stderr
+    assert "2P_2D_small_tiny_8.json" in broken.stderr
