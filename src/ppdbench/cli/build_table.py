@@ -78,8 +78,10 @@ def build_table(
 
 
 def _report(built: Built, output: Path) -> None:
+    from ppdbench.table.schema import SIMULATED_NOTICE
+
     if built.table.simulated:
-        say("SIMULATED: figures come from the simulator, not from an engine")
+        say(SIMULATED_NOTICE)
     if all(cell.replicates is None for cell in built.table.cells):
         say("no intervals: one repeat and no records, so the sign of S decides")
     for name, places in (("one side only", built.unpaired), ("too few samples", built.thin)):

@@ -53,6 +53,8 @@ def serve(
     from ppdbench.router.run import run
 
     routed, asked = _policies(table, policy, shadow)
+    if table is not None:
+        _say_if_simulated(table)
     config = RouterConfig(
         cluster=_cluster(cluster, node),
         policy=routed,
@@ -82,6 +84,13 @@ def _policies(table: Path | None, policy: str | None, shadow: str | None) -> tup
     named = policy if table is None else f"table:{table}"
     assert named is not None
     return (named, None) if shadow is None else (shadow, named)
+
+
+def _say_if_simulated(table: Path) -> None:
+    from ppdbench.table.schema import SIMULATED_NOTICE, load_table
+
+    if load_table(table).simulated:
+        say(f"ppd: {table} is {SIMULATED_NOTICE}")
 
 
 def _cluster(path: Path | None, nodes: list[str]) -> ClusterSpec:

@@ -13,10 +13,9 @@ from rich.text import Text
 
 from ppdbench.table.compare import describe, flip_ratio
 from ppdbench.table.regret import Regret
-from ppdbench.table.schema import Cell, Table, counts
+from ppdbench.table.schema import SIMULATED_NOTICE, Cell, Table, counts
 from ppdbench.table.score import Choice, Status, Verdict
 
-SIMULATED = "SIMULATED: figures come from the simulator, not from an engine"
 FIRST_FLIPS = 8
 MARKS = {Status.ONE_SIDED: "·", Status.INTERPOLATED: "~", Status.FAILED: "×", Status.MEASURED: ""}
 WIDE = 250
@@ -61,7 +60,7 @@ def _headline(table: Table) -> str:
     )
     told = ", ".join(f"{value} {name}" for name, value in counts(table).items() if value)
     lines = [f"{told}; {asked}", f"{table.provenance.get('backend')}, {table.digest}"]
-    return "\n".join([SIMULATED, *lines] if table.simulated else lines)
+    return "\n".join([SIMULATED_NOTICE, *lines] if table.simulated else lines)
 
 
 def _heat_map(table: Table, topology: str) -> Grid:
@@ -124,7 +123,16 @@ def _print_flips(out: Console, table: Table) -> None:
 def regret_table(table: Table, report: Sequence[Regret]) -> None:
     """To stderr: stdout is the export's."""
     grid = Grid(title="What simpler policies lose, in S", title_justify="left", pad_edge=False)
-    for name in ("policy", "mean lost", "worst lost", "same route", "failed routes", "cells"):
+    names = (
+        "policy",
+        "mean lost",
+        "worst lost",
+        "same route",
+        "failed routes",
+        "with those",
+        "cells",
+    )
+    for name in names:
         grid.add_column(name, justify="left" if name == "policy" else "right")
     for row in report:
         setting = ", ".join(f"{name} {value:g}" for name, value in row.setting.items())
@@ -134,9 +142,10 @@ def regret_table(table: Table, report: Sequence[Regret]) -> None:
             f"{row.worst_s_lost:+.3f}",
             "–" if row.agree is None else f"{row.agree:.1%}",
             str(row.infeasible),
+            f"{row.mean_with_failures:+.4f}",
             str(row.cells),
         )
     out = console(stderr=True)
     if table.simulated:
-        out.print(SIMULATED)
+        out.print(SIMULATED_NOTICE)
     out.print(grid)

@@ -84,7 +84,9 @@ def origin(source: Mapping[str, Any]) -> str:
         "vllm": "MEASURED on real vLLM",
         "attach": "MEASURED on an attached engine",
         "imported": "MEASURED by others, imported",
-    }.get(backend, f"{backend.upper()} DATA")
+    }.get(
+        backend, f"PARTLY SIMULATED ({backend})" if "sim+" in backend else f"{backend.upper()} DATA"
+    )
     known = (source.get(name) for name in ("model", "gpu", "engine", "connector"))
     return " · ".join([kind, *(str(value) for value in known if value)])
 

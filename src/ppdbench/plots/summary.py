@@ -64,7 +64,7 @@ def table_summary(document: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "kind": "table",
         "backend": source.get("backend"),
-        "simulated": source.get("backend") == "sim",
+        "simulated": "sim" in str(source.get("backend")).split("+"),
         "cells": len(cells),
         "by_decision": dict(sorted(Counter(str(cell["decision"]) for cell in cells).items())),
         "by_status": dict(sorted(Counter(str(cell["status"]) for cell in cells).items())),

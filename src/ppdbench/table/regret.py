@@ -27,8 +27,10 @@ FIELD_THRESHOLD = 512
 class Regret:
     """One policy against the table, over its measured cells.
 
-    ``infeasible`` counts one-sided cells where it picks the route that failed; S is not defined
-    there. ``agree`` is the share of cells with the same route, ``None`` for replicas.
+    ``infeasible`` counts one-sided cells where it picks the route that failed. S is not defined
+    there; ``mean_with_failures`` counts each as the loss of the whole TTFT weight, which is what S
+    tends to when remote's TTFT grows without end. ``agree`` is the share of cells with the same
+    route, ``None`` for replicas.
     """
 
     policy: str
@@ -38,11 +40,7 @@ class Regret:
     worst_s_lost: float
     agree: float | None
     infeasible: int
-
-    @property
-    def rank(self) -> tuple[float, ...]:
-        """Smaller is better: never pick a failed route, then lose little, then lose little once."""
-        return self.infeasible, self.mean_s_lost, self.worst_s_lost
+    mean_with_failures: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +97,7 @@ def best_threshold(table: Table) -> Regret:
         of_policy(table, "best_threshold", threshold(limit), max_new_tokens=limit)
         for limit in limits
     ]
-    return min(reversed(tried), key=lambda regret: regret.rank)
+    return min(reversed(tried), key=lambda regret: regret.mean_with_failures)
 
 
 def best_two(table: Table) -> Regret:
@@ -110,7 +108,7 @@ def best_two(table: Table) -> Regret:
         of_policy(table, "best_dynamo", two(*pair), **_named(pair))
         for pair in ((n, r) for n in between(new) for r in [*between(ratios)[:-1], 1.0])
     ]
-    return min(reversed(tried), key=lambda regret: regret.rank)
+    return min(reversed(tried), key=lambda regret: regret.mean_with_failures)
 
 
 def _ratio(cell: Cell) -> float:
@@ -138,7 +136,7 @@ def of_policy(table: Table, name: str, is_local: IsLocal, **setting: float) -> R
         for cell, verdict in zip(table.cells, table.verdicts, strict=True)
         if verdict.status is Status.ONE_SIDED
     )
-    return _regret(name, dict(setting), lost, sum(agree), wrong)
+    return _regret(name, dict(setting), lost, _failed(table, wrong), sum(agree))
 
 
 def of_replicas(table: Table) -> Regret | None:
@@ -154,7 +152,7 @@ def of_replicas(table: Table) -> Regret | None:
     if not lost:
         return None
     name = next(c.replica_topology for c in table.cells if c.replica_topology)
-    return _regret(f"sticky_{name}", {}, lost, None, failed)
+    return _regret(f"sticky_{name}", {}, lost, _failed(table, failed), None)
 
 
 def replica_score(cell: Cell, rule: Rule) -> float | None:
@@ -181,8 +179,13 @@ def _measured(table: Table) -> Iterable[_Scored]:
 
 
 def _regret(
-    name: str, setting: dict[str, Any], lost: Sequence[float], agree: int | None, infeasible: int
+    name: str,
+    setting: dict[str, Any],
+    lost: Sequence[float],
+    failed: Sequence[float],
+    agree: int | None,
 ) -> Regret:
+    """``failed`` are the losses of picks of a failed route."""
     cells = len(lost)
     return Regret(
         policy=name,
@@ -191,5 +194,10 @@ def _regret(
         mean_s_lost=sum(lost) / cells if cells else 0.0,
         worst_s_lost=max(lost, default=0.0),
         agree=agree / cells if cells and agree is not None else None,
-        infeasible=infeasible,
+        infeasible=len(failed),
+        mean_with_failures=(sum(lost) + sum(failed)) / max(cells + len(failed), 1),
     )
+
+
+def _failed(table: Table, count: int) -> list[float]:
+    return [1.0 if table.rule.slo else table.rule.w_ttft] * count

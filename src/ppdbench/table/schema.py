@@ -36,6 +36,8 @@ AXES = ("context_tokens", "new_tokens", "output_tokens", "rate_per_s")
 """The axes of version 1, in order; each cell has a place on all of them."""
 UNITS = {axis: "1/s" if axis == "rate_per_s" else "tokens" for axis in AXES}
 SIMULATED = "sim"
+SIMULATED_NOTICE = "SIMULATED: figures come from the simulator, not from an engine"
+"""Said wherever a table with a simulated cell is shown or obeyed."""
 WEIGHTS = ("w_ttft", "w_tpot")
 
 Document = dict[str, Any]
