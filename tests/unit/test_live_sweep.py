@@ -93,7 +93,8 @@ def test_both_routes_are_measured_and_proven(run, tmp_path):
         points = by_policy(run(Attaching(cluster.spec)))
 
     remote, local = points["remote"], points["local"]
-    assert remote["validity"] in ([], ["too_few"])
+    # A busy machine may make the client late: that is said, and no fault of the sweep.
+    assert set(remote["validity"]) <= {"too_few", "client_limited"}
     assert local["path_proven"] is remote["path_proven"] is True
     assert remote["bytes_moved"] > local["bytes_moved"] > 0
     assert remote["seed"] == local["seed"]
