@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from statistics import median
+from functools import partial
+from math import exp, log, nan, sqrt
+from statistics import fmean, median
 from typing import Any
 
 from ppdbench.core.conversation import Arrival, Conversation, Turn
@@ -20,12 +22,31 @@ from ppdbench.load.conversation import Dialogue, Play
 from ppdbench.load.simulated import run_simulated_point
 from ppdbench.runs.importers import TURN_1, TURN_2
 from ppdbench.runs.records import TurnRecord
+from ppdbench.runs.validity import MIN_SUCCESS
 from ppdbench.sim.config import Connector, Overheads, SimConfig
 
 CONNECTIONS = 50
 ARRIVALS_S = 10.0
 FITTED_ON = ("4R", "2P_2D", "2P_2pD")
-METRICS = ("ttft_s", "tpot_s")
+FIT_WORKLOADS = (
+    "small_tiny", "small_huge_paste", "small_long_gen", "small_mid_paste",
+    "large_tiny", "large_mid_bal", "large_huge_paste", "large_long_gen",
+)  # fmt: skip
+FIT_RATES = (1, 2, 4, 8, 12, 20)
+FIT_WEIGHTS = {
+    ("turn1", "ttft_s"): 0.5,
+    ("turn1", "tpot_s"): 1.0,
+    ("turn2plus", "ttft_s"): 1.5,
+    ("turn2plus", "tpot_s"): 1.0,
+    ("turn2plus", "ttft_mean_s"): 0.5,
+}
+CLIENT_LIMITED_S = 0.4
+FULL_WEIGHT_TURNS = 60
+WORST_LOG_ERROR = 0.5
+TETHER = 1e-3
+FIRST_STRIDE = 0.2
+
+Medians = dict[tuple[str, str], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +60,19 @@ class Guess:
     """
 
     step_s: float = 1.5e-3
-    sequence_s: float = 0.06e-3
+    sequence_s: float = 0.0383e-3
     sequence_cap_s: float = 4e-3
-    request_s: float = 18e-3
-    open_request_s: float = 0.2e-3
-    compute_factor: float = 1.5
+    request_s: float = 21.3e-3
+    open_request_s: float = 0.174e-3
+    compute_factor: float = 1.52
     prompt_scale: float = 1.2
-    loss: float = 0.01
-    hop_s: float = 45e-3
-    hop_token_s: float = 8e-6
-    send_s: float = 15e-3
-    send_token_s: float = 5e-6
-    receive_token_s: float = 1e-6
-    identity_lost: float = 0.23
+    loss: float = 0.0134
+    hop_s: float = 47.9e-3
+    hop_token_s: float = 2.25e-6
+    send_s: float = 6.26e-3
+    send_token_s: float = 4.64e-6
+    receive_token_s: float = 0.928e-6
+    identity_lost: float = 0.304
 
     def config(self) -> SimConfig:
         """The authors' cluster: vLLM 0.13's defaults on H100, P2pNccl over NVLink."""
@@ -93,10 +114,15 @@ PARAMETERS = tuple(field.name for field in fields(Guess))
 class AuthorsPlay(Play):
     """Their proxy: homes and P's by hash, and a Turn 2 that may be taken for a new conversation."""
 
-    identity_lost = 0.0
-
-    def __init__(self, topology: Topology, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        topology: Topology,
+        *args: Any,  # noqa: ANN401
+        identity_lost: float,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
         super().__init__(topology, *args, **kwargs)
+        self._identity_lost = identity_lost
         self._homes = _slots(topology)
         self._prefills = topology.prefill_nodes
 
@@ -107,7 +133,7 @@ class AuthorsPlay(Play):
 
     def send(self, dialogue: Dialogue, now_s: float) -> TurnRecord:
         key = f"{dialogue.conversation.id}/{dialogue.turn}"
-        if dialogue.turn > 1 and _lost(key, self.identity_lost):
+        if dialogue.turn > 1 and _lost(key, self._identity_lost):
             self._place(dialogue, key)
         return super().send(dialogue, now_s)
 
@@ -144,57 +170,124 @@ def _slots(topology: Topology) -> Sequence[NodeSpec]:
 
 
 def authors_arrivals(point: Mapping[str, Any], scale: float, seed: int) -> list[Arrival]:
-    """As many conversations as they had, at Poisson times given that number."""
+    """As many conversations as they had, at Poisson times given that number.
+
+    A name decides its conversation's lots, so no two points and seeds share them.
+    """
     rng = rng_for(seed, point["workload"], point["rate_per_s"])
     times = sorted(rng.uniform(0.0, ARRIVALS_S, point["turn1"]["n"]).tolist())
     first, second = point["workload"].split("_", 1)
     turns = tuple(
         Turn(max(1, round(scale * new)), output) for new, output in (TURN_1[first], TURN_2[second])
     )
-    return [Arrival(at_s, Conversation(f"c{i}", turns)) for i, at_s in enumerate(times)]
+    where = f"{seed}.{point['topology']}.{point['workload']}.{point['rate_per_s']:g}"
+    return [Arrival(at_s, Conversation(f"{where}.{i}", turns)) for i, at_s in enumerate(times)]
 
 
-def predict(point: Mapping[str, Any], guess: Guess, seeds: Iterable[int]) -> dict[str, Any]:
-    """The point's medians as the simulator sees them, each the mean over ``seeds``."""
+def predict(point: Mapping[str, Any], guess: Guess, seeds: Iterable[int]) -> Medians:
+    """The point's medians as the simulator sees them, each the mean over ``seeds``.
+
+    Keys are (turn class, metric); ``ttft_mean_s`` stands for the mean of later turns.
+    """
     config = guess.config()
-    runs = [_medians(point, guess, config, seed) for seed in seeds]
-    return {
-        turn: {
-            metric: sum(run[turn][metric] for run in runs) / len(runs) for metric in runs[0][turn]
-        }
-        for turn in ("turn1", "turn2plus")
-    }
+    runs = [_medians(_run(point, guess, config, seed)) for seed in seeds]
+    return {key: fmean(run[key] for run in runs) for key in runs[0]}
 
 
-def _medians(
+def _run(
     point: Mapping[str, Any], guess: Guess, config: SimConfig, seed: int
-) -> dict[str, dict[str, float]]:
-    def play(*args: Any, **kwargs: Any) -> AuthorsPlay:  # noqa: ANN401
-        made = AuthorsPlay(*args, **kwargs)
-        made.identity_lost = guess.identity_lost
-        return made
-
-    outcome = run_simulated_point(
+) -> Sequence[TurnRecord]:
+    return run_simulated_point(
         Topology.parse(point["topology"]),
         AuthorsPolicy(guess.identity_lost),
         authors_arrivals(point, guess.prompt_scale, seed),
         point["rate_per_s"],
         config,
         seed,
-        make_play=play,
+        make_play=partial(AuthorsPlay, identity_lost=guess.identity_lost),
         connections=CONNECTIONS,
-    )
-    by_turn: dict[str, Callable[[TurnRecord], bool]] = {
-        "turn1": lambda record: record.turn == 1,
-        "turn2plus": lambda record: record.turn > 1,
+    ).records
+
+
+def _medians(records: Sequence[TurnRecord]) -> Medians:
+    first = [record for record in records if record.turn == 1]
+    later = [record for record in records if record.turn > 1]
+    return {
+        ("turn1", "ttft_s"): median(r.ttft_s or nan for r in first),
+        ("turn1", "tpot_s"): median(r.tpot_s or nan for r in first),
+        ("turn2plus", "ttft_s"): median(r.ttft_s or nan for r in later),
+        ("turn2plus", "tpot_s"): median(r.tpot_s or nan for r in later),
+        ("turn2plus", "ttft_mean_s"): fmean(r.ttft_s or nan for r in later),
     }
-    medians = {
-        name: {
-            metric: median(getattr(r, metric) for r in outcome.records if wanted(r))
-            for metric in METRICS
-        }
-        for name, wanted in by_turn.items()
+
+
+def measured(point: Mapping[str, Any]) -> Medians:
+    """The same figures as the authors measured them."""
+    figures = {
+        (turn, metric): point[turn][metric]["p50"]
+        for turn in ("turn1", "turn2plus")
+        for metric in ("ttft_s", "tpot_s")
     }
-    later = [r.ttft_s or 0.0 for r in outcome.records if r.turn > 1]
-    medians["turn2plus"]["ttft_mean_s"] = sum(later) / len(later)
-    return medians
+    return {**figures, ("turn2plus", "ttft_mean_s"): point["turn2plus"]["ttft_s"]["mean"]}
+
+
+def loss_of_fit(
+    points: Sequence[Mapping[str, Any]], guess: Guess, start: Guess, seeds: Sequence[int]
+) -> float:
+    """Mean absolute log error, weighted by sample size, plus a little for leaving ``start``.
+
+    A Turn 1 that waited behind the client's fifty connections says nothing about the cluster and
+    is left out.
+    """
+    total = weights = 0.0
+    for point in points:
+        there, here = measured(point), predict(point, guess, seeds)
+        size = sqrt(min(point["turn1"]["n"], FULL_WEIGHT_TURNS))
+        for key, weight in FIT_WEIGHTS.items():
+            if key == ("turn1", "ttft_s") and there[key] > CLIENT_LIMITED_S:
+                continue
+            total += size * weight * min(WORST_LOG_ERROR, abs(log(here[key] / there[key])))
+            weights += size * weight
+    moved = sum(log(getattr(guess, name) / getattr(start, name)) ** 2 for name in PARAMETERS)
+    return total / weights + TETHER * moved
+
+
+def fit(
+    points: Sequence[Mapping[str, Any]],
+    start: Guess,
+    *,
+    rounds: int = 4,
+    seeds: Sequence[int] = (1, 2),
+    report: Callable[[str], None] = lambda _: None,
+) -> Guess:
+    """Pattern search, one parameter after the other, on points of :data:`FITTED_ON` alone."""
+    best, error = start, loss_of_fit(points, start, start, seeds)
+    strides = dict.fromkeys(PARAMETERS, FIRST_STRIDE)
+    for turn in range(rounds):
+        for name in PARAMETERS:
+            for factor in (exp(strides[name]), exp(-strides[name])):
+                tried = best.scaled(name, factor)
+                score = loss_of_fit(points, tried, start, seeds)
+                if score < error - 1e-5:
+                    best, error = tried, score
+                    break
+            else:
+                strides[name] /= 2.5
+        report(f"round {turn + 1}: weighted log error {error:.4f}")
+    return best
+
+
+def points_to_fit(points: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """A third of what the three topologies offer: enough, and minutes instead of an hour."""
+    return [
+        point
+        for point in points
+        if point["topology"] in FITTED_ON
+        and point["workload"] in FIT_WORKLOADS
+        and point["rate_per_s"] in FIT_RATES
+        and usable(point)
+    ]
+
+
+def usable(point: Mapping[str, Any]) -> bool:
+    return bool(point["success"] >= MIN_SUCCESS)
