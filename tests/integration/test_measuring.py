@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import deque
@@ -14,10 +15,13 @@ import uvloop
 
 from ppdbench.cluster.contract import ClusterSpec, Node
 from ppdbench.core.conversation import Arrival, Conversation, Turn
+from ppdbench.core.errors import EngineError
 from ppdbench.core.topology import Role, Topology
 from ppdbench.load.conversation import Play
 from ppdbench.load.driver import Driver
 from ppdbench.load.live import LiveSettings, run_live_point
+from ppdbench.load.share import Task
+from ppdbench.load.split import processes_for, run_split, split
 from ppdbench.load.turns import TurnSettings
 from ppdbench.policy.parse import parse_policy
 from ppdbench.sim.kernel import Kernel
@@ -209,3 +213,52 @@ def test_memory_is_flat_over_two_thousand_conversations():
         after = uvloop.run(measure(spec, talks[200:]))
 
     assert after - warm < 50e6
+
+
+def test_several_processes_measure_what_one_does():
+    """Same homes, routes, prompts and counts; one clock; every conversation once."""
+    plan = (Turn(20, 6), Turn(25, 5, think_s=0.01))
+    arrivals = [Arrival(0.005 * i, Conversation(f"c{i}", plan)) for i in range(40)]
+
+    async def measure(processes):
+        async with ScriptedCluster("2P_1D_1pD") as cluster:
+            live = LiveSettings(TurnSettings("fake"), processes=processes)
+            outcome = await play(cluster.spec, "roles", arrivals, live)
+            replies = sorted(tuple(s.token_ids) for s in cluster.engines["d0"].served)
+            return outcome, replies
+
+    (one, one_replies), (many, many_replies) = (uvloop.run(measure(n)) for n in (1, 3))
+
+    def facts(outcome):
+        return sorted((r.conversation, r.turn, r.route, r.node, r.ok) for r in outcome.records)
+
+    assert facts(one) == facts(many)
+    assert one_replies == many_replies
+    assert many.timing["load_processes"] == 3
+    assert many.facts["path_proven"] is True
+    assert all(r.scheduled_at_s <= r.sent_at_s for r in many.records)
+    assert [r.sent_at_s for r in many.records] == sorted(r.sent_at_s for r in many.records)
+
+
+def test_more_than_one_process_can_do_is_split():
+    """Twenty thousand requests a second ask for several; a hundred or a closed loop for one."""
+    fast = [Arrival(i / 20_000, Conversation(str(i), (Turn(1, 1),))) for i in range(2_000)]
+
+    assert processes_for(fast[:1], None) == 1
+    assert processes_for(fast, 32) == 1
+    assert processes_for(fast, None) == min(5, len(os.sched_getaffinity(0)))
+
+
+def test_a_load_process_that_cannot_reach_the_cluster_says_so():
+    """The error is the worker's own sentence."""
+
+    async def measure():
+        async with ScriptedCluster("1R") as cluster:
+            task = Task(
+                cluster.spec, parse_policy("roles"), 1.0, TurnSettings("fake"), "s", 1,
+                cluster.spec.topology.homes, singles(4, 0.0),
+            )  # fmt: skip
+        await run_split(split(task, 2))
+
+    with pytest.raises(EngineError, match="is the server running"):
+        uvloop.run(measure())

@@ -6,7 +6,6 @@ kills it at that moment. It writes nothing but its answers into the pipe.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -19,11 +18,10 @@ from multiprocessing.context import SpawnProcess
 from typing import Generic, TypeVar
 
 from ppdbench.core.errors import EngineError
+from ppdbench.load.lifetime import die_with
 
 Q = TypeVar("Q")
 A = TypeVar("A")
-
-PR_SET_PDEATHSIG = 1
 
 
 def available_cores() -> int:
@@ -107,7 +105,7 @@ class _Pool(Generic[Q, A]):
 def _serve(task: Callable[[Q], A], pipe: Connection, parent: int) -> None:
     """A worker's life. Ctrl-C is the parent's business."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with(parent)
+    die_with(parent)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             (question,) = pipe.recv()
@@ -120,10 +118,3 @@ def _attempt(task: Callable[[Q], A], question: Q) -> tuple[A | None, Exception |
     except Exception as error:  # noqa: BLE001 (raised again where it was asked for)
         error.add_note(f"in a worker process:\n{traceback.format_exc()}")
         return None, error
-
-
-def _die_with(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)

@@ -84,11 +84,11 @@ class WallClock:
         if when_s < self._armed_s:
             self._arm()
 
-    def restart(self) -> None:
-        """Make this instant 0 and drop what is scheduled."""
+    def restart(self, start_monotonic_s: float | None = None) -> None:
+        """Make that instant, or this one, 0 and drop what is scheduled."""
         self._heap.clear()
         self._armed_s = float("inf")
-        self.start_s = time.monotonic()
+        self.start_s = time.monotonic() if start_monotonic_s is None else start_monotonic_s
 
     def close(self) -> None:
         """Drop what is scheduled."""

@@ -79,10 +79,11 @@ class Play:
     """What the dialogues of one point share. ``records`` grows in the order of sending.
 
     ``running`` counts the requests on a node, or says ``None``; ``outstanding`` counts the prompt
-    tokens that a P has still to compute. Both are asked at the moment a turn leaves.
+    tokens that a P has still to compute. Both are asked at the moment a turn leaves. ``homes``
+    leaves some of the topology's homes to other processes.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (what a point decides with)
         self,
         topology: Topology,
         policy: Policy,
@@ -90,13 +91,14 @@ class Play:
         *,
         running: Callable[[str], int | None],
         outstanding: Callable[[str], float],
+        homes: tuple[NodeSpec, ...] | None = None,
     ) -> None:
         self.records: list[TurnRecord] = []
         self._policy = policy
         self._rate_per_s = rate_per_s
         self._running = running
         self._outstanding = outstanding
-        self._placement = Placement(topology.homes)
+        self._placement = Placement(topology.homes if homes is None else homes)
         self._prefill_nodes = topology.prefill_nodes
 
     def begin(self, conversation: Conversation, at_s: float) -> Dialogue:

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
+import gc
 import resource
 import secrets
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from ppdbench.cluster.contract import ClusterSpec
-from ppdbench.cluster.counters import Readings, read_nodes
-from ppdbench.cluster.proof import Proof, prove
 from ppdbench.core.conversation import Arrival
-from ppdbench.core.errors import EngineError
-from ppdbench.load.clock import WallClock
-from ppdbench.load.conversation import Play
-from ppdbench.load.driver import Driver
-from ppdbench.load.turns import HttpTurns, TurnSettings
+from ppdbench.load.proving import path_facts, read, read_settled
+from ppdbench.load.share import Done, Progress, Share, Task
+from ppdbench.load.split import processes_for, run_split, split
+from ppdbench.load.turns import TurnSettings
 from ppdbench.policy.base import Policy
 from ppdbench.runs.points import PointOutcome
-
-BEAT_S = 0.01
-WATCH_EVERY_BEATS = 25
-CONNECTIONS_WARM = 8
-PROOF_ATTEMPTS = 4
-PROOF_PAUSE_S = 0.25
+from ppdbench.runs.records import TurnRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +26,16 @@ class LiveSettings:
     """How a live point is run.
 
     ``users`` makes it a closed loop of that many conversations at a time. ``warm_up`` runs to its
-    end before the clock of the point starts; its records are marked. ``on_progress`` gets the
-    number of turns sent and of turns out, now and then.
+    end before the clock of the point starts; its records are marked. ``processes`` is the number
+    of load processes, ``None`` for as many as the offered load needs. ``on_progress`` gets the
+    number of turns sent and of turns out, now and then, of a point in one process.
     """
 
     turns: TurnSettings
     users: int | None = None
     warm_up: Sequence[Arrival] = ()
-    on_progress: Callable[[int, int], None] | None = field(default=None, compare=False)
+    processes: int | None = None
+    on_progress: Progress | None = field(default=None, compare=False)
 
 
 async def run_live_point(  # noqa: PLR0913, PLR0917  (a point is these things)
@@ -61,11 +53,41 @@ async def run_live_point(  # noqa: PLR0913, PLR0917  (a point is these things)
     turns that are out are cancelled at the engines.
     """
     raise_file_limit()
-    point = _LivePoint(cluster, policy, rate_per_s, settings, seed)
+    task = Task(
+        cluster,
+        policy,
+        rate_per_s,
+        settings.turns,
+        salt=f"{seed}-{secrets.token_hex(8)}",
+        seed=seed,
+        homes=cluster.topology.homes,
+        arrivals=arrivals,
+        users=settings.users,
+    )
+    share = Share(task, settings.on_progress)
     try:
-        return await point.run(arrivals)
+        with _no_collection():
+            return await _measure(share, task, settings)
     finally:
-        await point.close()
+        await share.close()
+
+
+async def _measure(share: Share, task: Task, settings: LiveSettings) -> PointOutcome:
+    await share.connect()
+    await share.warm_up(settings.warm_up)
+    before = await (read_settled if settings.warm_up else read)(task.cluster)
+    processes = settings.processes or processes_for(task.arrivals, task.users)
+    if processes == 1:
+        done = [await share.run()]
+        records = done[0].records
+    else:
+        done = await run_split(split(task, processes))
+        measured = [record for part in done for record in part.records]
+        records = share.records + sorted(measured, key=lambda record: record.sent_at_s)
+    facts = _facts(task.arrivals, records, done)
+    facts |= await path_facts(task.cluster, before, records)
+    timing = {"wall_s": max(part.wall_s for part in done), "load_processes": processes}
+    return PointOutcome(records, facts, timing)
 
 
 def raise_file_limit() -> None:
@@ -75,137 +97,37 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-class _LivePoint:
-    def __init__(
-        self,
-        cluster: ClusterSpec,
-        policy: Policy,
-        rate_per_s: float,
-        settings: LiveSettings,
-        seed: int,
-    ) -> None:
-        self._cluster = cluster
-        self._settings = settings
-        self._clock = WallClock()
-        salt = f"{seed}-{secrets.token_hex(8)}"
-        self._turns = HttpTurns(cluster, self._clock, settings.turns, salt=salt, seed=seed)
-        self._play = Play(
-            cluster.topology,
-            policy,
-            rate_per_s,
-            running=self._turns.running,
-            outstanding=self._turns.outstanding,
-        )
-        self._beats = 0
-        self._loop_lags_s: list[float] = []
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No search for cycles during a point: records grow by the million and hold none.
 
-    async def run(self, arrivals: Sequence[Arrival]) -> PointOutcome:
-        await self._turns.warm(CONNECTIONS_WARM)
-        if self._settings.warm_up:
-            await self._offer(self._settings.warm_up, warm_up=True)
-        before = await self._settled_nodes()
-        self._clock.restart()
-        self._turns.send_lags_s.clear()
-        self._loop_lags_s.clear()
-        await self._offer(arrivals, warm_up=False)
-        wall_s = self._clock.now_s
-        facts = self._facts(arrivals)
-        if before is not None:
-            facts |= _proof_facts(await self._proof(before))
-        return PointOutcome(self._play.records, facts, {"wall_s": wall_s})
-
-    async def close(self) -> None:
-        await self._turns.close()
-        self._clock.close()
-
-    async def _offer(self, arrivals: Sequence[Arrival], *, warm_up: bool) -> None:
-        ended = asyncio.Event()
-        driver = Driver(self._clock, self._turns, self._play, warm_up=warm_up, on_idle=ended.set)
-        driver.start(arrivals, self._settings.users)
-        beats = asyncio.get_running_loop().create_task(self._beat())
-        try:
-            await ended.wait()
-        finally:
-            beats.cancel()
-
-    async def _beat(self) -> None:
-        """Sample how late this loop runs, look after deadlines, tell progress."""
-        while True:
-            due_s = self._clock.now_s + BEAT_S
-            woken = asyncio.Event()
-            self._clock.at(due_s, lambda event: event.set(), woken)
-            await woken.wait()
-            self._loop_lags_s.append(self._clock.now_s - due_s)
-            self._beats += 1
-            if self._beats % WATCH_EVERY_BEATS == 0:
-                self._turns.watch()
-                if self._settings.on_progress is not None:
-                    self._settings.on_progress(len(self._play.records), self._turns.turns_out)
-
-    async def _read_nodes(self) -> Readings | None:
-        """What the nodes have counted so far; ``None`` when one of them does not say."""
-        try:
-            return await asyncio.to_thread(read_nodes, self._cluster)
-        except (EngineError, ValueError):  # no /metrics, or none that can be parsed
-            return None
-
-    async def _settled_nodes(self) -> Readings | None:
-        """As :meth:`_read_nodes`, once what came before the point has been counted."""
-        reading = await self._read_nodes()
-        for _ in range(PROOF_ATTEMPTS if self._settings.warm_up else 0):
-            await asyncio.sleep(PROOF_PAUSE_S)
-            earlier, reading = reading, await self._read_nodes()
-            if reading == earlier:
-                break
-        return reading
-
-    async def _proof(self, before: Readings) -> Proof | None:
-        """Which path the turns took. Engines count at their next step, so a no is asked again."""
-        proof = None
-        for _ in range(PROOF_ATTEMPTS):
-            after = await self._read_nodes()
-            if after is None:
-                return None
-            proof = self._prove(before, after)
-            if not proof.problems:
-                break
-            await asyncio.sleep(PROOF_PAUSE_S)
-        return proof
-
-    def _prove(self, before: Readings, after: Readings) -> Proof:
-        """A failed turn may or may not have moved KV, so a proof without or with them will do."""
-        measured = [record for record in self._play.records if not record.warm_up]
-        good = Counter(record.route for record in measured if record.ok)
-        proof = prove(self._cluster, before, after, good)
-        if proof.problems and sum(good.values()) < len(measured):
-            every = Counter(record.route for record in measured)
-            with_failed = prove(self._cluster, before, after, every)
-            return proof if with_failed.problems else with_failed
-        return proof
-
-    def _facts(self, arrivals: Sequence[Arrival]) -> dict[str, Any]:
-        instants = [arrival.at_s for arrival in arrivals]
-        counted = [r for r in self._play.records if not r.warm_up]
-        recomputed = [r.recomputed_tokens for r in counted if r.recomputed_tokens is not None]
-        return {
-            "send_lag_p99_s": _p99(self._turns.send_lags_s),
-            "loop_lag_p99_s": _p99(self._loop_lags_s),
-            "path_proven": None,
-            "bytes_moved": None,
-            "recomputed_tokens": sum(recomputed) if recomputed else None,
-            "window_s": max(instants) - min(instants) if instants else 0.0,
-        }
+    A full collection stops the loop for a tenth of a second at some hundred thousand records.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
-def _proof_facts(proof: Proof | None) -> dict[str, Any]:
-    if proof is None:
-        return {}
+def _facts(
+    arrivals: Sequence[Arrival], records: Sequence[TurnRecord], done: Sequence[Done]
+) -> dict[str, Any]:
+    """The worst process speaks for the client."""
+    instants = [arrival.at_s for arrival in arrivals]
+    recomputed = [
+        r.recomputed_tokens for r in records if not r.warm_up and r.recomputed_tokens is not None
+    ]
     return {
-        "path_proven": proof.proven,
-        "path_problems": list(proof.problems),
-        "bytes_moved": proof.bytes_moved,
+        "send_lag_p99_s": _worst(part.send_lag_p99_s for part in done),
+        "loop_lag_p99_s": _worst(part.loop_lag_p99_s for part in done),
+        "recomputed_tokens": sum(recomputed) if recomputed else None,
+        "window_s": max(instants) - min(instants) if instants else 0.0,
     }
 
 
-def _p99(values: Sequence[float]) -> float | None:
-    return float(np.percentile(values, 99)) if values else None
+def _worst(lags: Iterator[float | None]) -> float | None:
+    return max((lag for lag in lags if lag is not None), default=None)

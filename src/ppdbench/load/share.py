@@ -1,0 +1,134 @@
+"""What one process does of a live point: its conversations, on its loop and its clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ppdbench.cluster.contract import ClusterSpec
+from ppdbench.core.conversation import Arrival
+from ppdbench.core.topology import NodeSpec
+from ppdbench.load.clock import WallClock
+from ppdbench.load.conversation import Play
+from ppdbench.load.driver import Driver
+from ppdbench.load.turns import HttpTurns, TurnSettings
+from ppdbench.policy.base import Policy
+from ppdbench.runs.records import TurnRecord
+
+BEAT_S = 0.01
+WATCH_EVERY_BEATS = 25
+CONNECTIONS_WARM = 8
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One process's part of a point. Picklable. ``homes`` are those that its turns live on."""
+
+    cluster: ClusterSpec
+    policy: Policy
+    rate_per_s: float
+    turns: TurnSettings
+    salt: str
+    seed: int
+    homes: tuple[NodeSpec, ...]
+    arrivals: Sequence[Arrival] = ()
+    users: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What came of a task. Lags are how late turns were sent and the loop woke."""
+
+    records: list[TurnRecord]
+    send_lag_p99_s: float | None
+    loop_lag_p99_s: float | None
+    wall_s: float
+
+
+class Share:
+    """A task under way. Needs a running loop; ``close`` it."""
+
+    def __init__(self, task: Task, on_progress: Progress | None = None) -> None:
+        self.clock = WallClock()
+        self._task = task
+        self._on_progress = on_progress
+        self._turns = HttpTurns(
+            task.cluster, self.clock, task.turns, salt=task.salt, seed=task.seed
+        )
+        self._play = Play(
+            task.cluster.topology,
+            task.policy,
+            task.rate_per_s,
+            running=self._turns.running,
+            outstanding=self._turns.outstanding,
+            homes=task.homes,
+        )
+        self._loop_lags_s: list[float] = []
+
+    @property
+    def records(self) -> list[TurnRecord]:
+        """Of what was offered so far, warm-up included."""
+        return self._play.records
+
+    async def connect(self) -> None:
+        """Open connections, so that the first turns pay for none."""
+        await self._turns.warm(CONNECTIONS_WARM)
+
+    async def warm_up(self, arrivals: Sequence[Arrival]) -> None:
+        """Conversations that are recorded as warm-up."""
+        await self._offer(arrivals, warm_up=True)
+
+    async def run(self, start_monotonic_s: float | None = None) -> Done:
+        """Offer the task's arrivals and wait for the last answer.
+
+        The point's clock starts at ``start_monotonic_s``, or now.
+        """
+        self.clock.restart(start_monotonic_s)
+        self._turns.send_lags_s.clear()
+        self._loop_lags_s.clear()
+        await self._offer(self._task.arrivals, warm_up=False)
+        return Done(
+            self._play.records,
+            _p99(self._turns.send_lags_s),
+            _p99(self._loop_lags_s),
+            self.clock.now_s,
+        )
+
+    async def close(self) -> None:
+        """Cancel at the engines what is still out."""
+        await self._turns.close()
+        self.clock.close()
+
+    async def _offer(self, arrivals: Sequence[Arrival], *, warm_up: bool) -> None:
+        ended = asyncio.Event()
+        driver = Driver(self.clock, self._turns, self._play, warm_up=warm_up, on_idle=ended.set)
+        driver.start(arrivals, self._task.users)
+        beats = asyncio.get_running_loop().create_task(self._beat())
+        try:
+            await ended.wait()
+        finally:
+            beats.cancel()
+
+    async def _beat(self) -> None:
+        """Sample how late this loop runs, look after deadlines, tell progress."""
+        beats = 0
+        while True:
+            due_s = self.clock.now_s + BEAT_S
+            woken = asyncio.Event()
+            self.clock.at(due_s, lambda event: event.set(), woken)
+            await woken.wait()
+            self._loop_lags_s.append(self.clock.now_s - due_s)
+            beats += 1
+            if beats % WATCH_EVERY_BEATS == 0:
+                self._turns.watch()
+                if self._on_progress is not None:
+                    self._on_progress(len(self._play.records), self._turns.turns_out)
+
+
+def _p99(values: Sequence[float]) -> float | None:
+    return float(np.percentile(values, 99)) if values else None
