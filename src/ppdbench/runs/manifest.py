@@ -13,6 +13,7 @@ from typing import Any
 
 from ppdbench import __version__
 from ppdbench.core.errors import RunError
+from ppdbench.core.gpus import gpu_system
 
 SCHEMA_VERSION = 1
 
@@ -155,7 +156,7 @@ def refuse_to_pool(runs: Mapping[str, Manifest], *, across_backends: bool = Fals
     names = [name for name in POOL_FIELDS if name not in exempt]
     (first_name, first), *others = runs.items()
     for name, other in others:
-        difference = first_difference(first.document(), other.document(), names)
+        difference = first_difference(_comparable(first), _comparable(other), names)
         difference = difference or _workload_difference(first, other)
         if difference is not None:
             field_name, mine, theirs = difference
@@ -163,6 +164,12 @@ def refuse_to_pool(runs: Mapping[str, Manifest], *, across_backends: bool = Fals
                 f"{first_name} and {name} do not mix: {field_name} is {mine!r} in the first and "
                 f"{theirs!r} in the second; build one table from each"
             )
+
+
+def _comparable(manifest: Manifest) -> dict[str, Any]:
+    """The document with names that have several spellings brought to one."""
+    document = manifest.document()
+    return {**document, "gpu": gpu_system(document["gpu"])}
 
 
 def _workload_difference(left: Manifest, right: Manifest) -> tuple[str, Any, Any] | None:

@@ -271,6 +271,18 @@ def test_runs_that_differ_may_not_be_pooled(field):
         build(runs)
 
 
+def test_a_live_gpu_is_the_simulated_one_under_its_drivers_name():
+    """A simulated run names its GPU by the operator database, a live one as the driver does."""
+    both = [point("remote", 0.2), point("local", 0.1)]
+    live = {"backend": "vllm", "engine": "vllm", "engine_version": "0.21"}
+    simulated = run(both, name="sim", gpu="h100_sxm")
+
+    table = build([simulated, run(both, name="live", gpu="NVIDIA H100 80GB HBM3", **live)]).table
+    assert [cell.backend for cell in table.cells] == ["vllm"]
+    with pytest.raises(RunError, match="gpu"):
+        build([simulated, run(both, name="live", gpu="NVIDIA H100 PCIe", **live)])
+
+
 def test_runs_of_other_workloads_under_one_name_may_not_be_pooled():
     """The workload's digest must agree, too."""
     both = [point("remote", 0.2), point("local", 0.1)]
