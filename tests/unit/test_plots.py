@@ -7,7 +7,14 @@ import json
 import pytest
 
 from ppdbench.core.errors import NothingUsableError, UsageError
-from ppdbench.plots import style
+from ppdbench.experiments.microbench import measure
+from ppdbench.experiments.microbench.attribution_run import AttributionPlan
+from ppdbench.experiments.microbench.bench import run_attribution, run_handoff, run_interference
+from ppdbench.experiments.microbench.engines import Chosen
+from ppdbench.experiments.microbench.handoff import HandoffPlan
+from ppdbench.experiments.microbench.plan import InterferencePlan
+from ppdbench.experiments.microbench.results import read_result, write_result
+from ppdbench.plots import microbench_figures, style
 from ppdbench.plots.draw import draw
 from ppdbench.plots.run_figures import against_rate, plane
 from ppdbench.plots.series import SeriesKey, curve, route_class
@@ -122,3 +129,43 @@ def test_what_cannot_be_drawn_is_refused_with_a_sentence(tmp_path):
         draw(text, tmp_path / "out")
     with pytest.raises(NothingUsableError, match="no finished point"):
         draw(empty, tmp_path / "out")
+
+
+PLANS = {
+    "interference": InterferencePlan((1, 2), (0, 512), (64, 128), repeats=2),
+    "paper": AttributionPlan((8, 32), 32, injected=(1,), long_prefixes=(), repeats=2,
+                             no_cascade_switch="no switch here"),
+    "handoff": HandoffPlan((512, 1024, 4096), (0.0, 0.5), (0, 2), repeats=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("protocol", "figures"),
+    [
+        ("interference", ["slowdown.png", "itl.png"]),
+        ("paper", ["paper.png", "attribution.png"]),
+        ("handoff", ["ttft_by_way.png", "hop.png"]),
+    ],
+)
+def test_a_micro_benchmark_becomes_its_figures(protocol, figures, tmp_path):
+    """Each protocol has its own, from the document that ppd microbench writes."""
+    run = {"interference": run_interference, "paper": run_attribution, "handoff": run_handoff}
+    options = {"explicit": True} if protocol == "interference" else {}
+    finished = run[protocol](
+        Chosen("sim"), PLANS[protocol], keep_records=False, tell=lambda _: None, **options
+    )
+    folder = tmp_path / "micro"
+    write_result(folder, finished.manifest, finished.document, finished.records)
+
+    summary = draw(folder, tmp_path / "out")
+
+    assert read_result(folder) == json.loads(json.dumps(finished.document))
+    assert summary["figures"] == figures
+    assert summary["simulated"]
+    for name in figures:
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_and_rows_agree_on_the_shares_of_gaps():
+    """The figure's axis and the rows' curves are one list."""
+    assert microbench_figures.ITL_SHARES == measure.ITL_SHARES

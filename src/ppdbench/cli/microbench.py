@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -90,6 +90,16 @@ def microbench(
     keep_records: Annotated[
         bool, typer.Option("--keep-records", help="Keep simulated tokens; live ones always stay.")
     ] = False,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="Fit the simulator's costs and write them to this file.")
+    ] = None,
+    source: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="With --calibrate: measured before, in this folder."),
+    ] = None,
+    max_error: Annotated[
+        float, typer.Option(min=0, help="With --calibrate: bound of the held-out median error.")
+    ] = 0.10,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for the result and raw tokens.")
     ] = None,
@@ -98,6 +108,9 @@ def microbench(
 ) -> None:
     """Measure how much a full prefill and an append slow the decodes beside them."""
     _check(backend, protocol, out)
+    if calibrate is not None and source:
+        _fit(source, calibrate, seed, max_error, as_json=as_json)
+        return
     from ppdbench.experiments.microbench.engines import Chosen
 
     chosen = Chosen(
@@ -115,7 +128,12 @@ def microbench(
         batch, context, new, repeats, seed, victim_context, shared_prefix, doses, dose_rate,
         dose_output, tokens, load,
     )  # fmt: skip
-    _deliver(_run(chosen, protocol, wanted, keep_records=keep_records), out, as_json=as_json)
+    finished = _run(chosen, protocol, wanted, keep_records=keep_records)
+    if calibrate is not None:
+        finished.document["calibration"] = _fit_document(
+            [finished.document], calibrate, seed, max_error
+        )
+    _deliver(finished, out, as_json=as_json)
 
 
 def _check(backend: str, protocol: str, out: Path | None) -> None:
@@ -206,6 +224,32 @@ def _counts(text: str | None, name: str) -> tuple[int, ...]:
         return tuple(dict.fromkeys(int(part) for part in text.split(","))) if text else ()
     except ValueError:
         raise UsageError(f"--{name} {text!r}: whole numbers with commas, as in 1,4,16") from None
+
+
+def _fit(folders: list[Path], into: Path, seed: int, max_error: float, *, as_json: bool) -> None:
+    """Calibrate from results that are there already."""
+    from ppdbench.experiments.microbench.results import read_result
+
+    document = _fit_document([read_result(folder) for folder in folders], into, seed, max_error)
+    if as_json:
+        show_json(document)
+
+
+def _fit_document(
+    documents: list[dict[str, Any]], into: Path, seed: int, max_error: float
+) -> dict[str, Any]:
+    from ppdbench.experiments.microbench.calibrate import calibrate_from, refuse_bad_fit
+    from ppdbench.sim.calibrated import write_calibration
+
+    made = calibrate_from(documents, seed=seed, into=into)
+    refuse_bad_fit(made, max_error)
+    write_calibration(into, made)
+    held = made.fit["held_out"]["all"]
+    say(
+        f"{into}: the simulator meets {made.fit['held_out_cells']} held-out cells with a median "
+        f"error of {held['median']:.1%} (p90 {held['p90']:.1%}); ppd sweep --costs {into} uses it"
+    )
+    return made.document()
 
 
 def _deliver(finished: Finished, out: Path | None, *, as_json: bool) -> None:

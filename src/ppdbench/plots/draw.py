@@ -11,9 +11,12 @@ from matplotlib.figure import Figure
 
 from ppdbench.core.errors import NothingUsableError, UsageError
 from ppdbench.plots import style
+from ppdbench.plots.microbench_figures import microbench_figures
 from ppdbench.plots.run_figures import run_figures
-from ppdbench.plots.summary import run_summary, table_summary
+from ppdbench.plots.summary import microbench_summary, run_summary, table_summary
 from ppdbench.plots.table_figures import table_figures
+
+MICROBENCH = "microbench.json"
 
 
 def draw(source: Path, into: Path) -> dict[str, Any]:
@@ -35,11 +38,14 @@ def draw(source: Path, into: Path) -> dict[str, Any]:
 def _read(source: Path) -> tuple[dict[str, Any], Iterable[tuple[str, Figure]]]:
     if (source / "points.jsonl").is_file():
         return _read_run(source)
+    if (source / MICROBENCH).is_file():
+        document = _json((source / MICROBENCH).read_text(), source / MICROBENCH)
+        return microbench_summary(document), microbench_figures(document)
     if source.is_file():
         return _read_table(source)
     raise UsageError(
-        f"{source}: neither a run folder (with points.jsonl) nor a table file; "
-        "give what ppd sweep or ppd build-table wrote with -o"
+        f"{source}: neither a run folder (with points.jsonl or {MICROBENCH}) nor a table file; "
+        "give what ppd sweep, ppd microbench or ppd build-table wrote with -o"
     )
 
 

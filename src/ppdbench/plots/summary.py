@@ -70,3 +70,15 @@ def table_summary(document: Mapping[str, Any]) -> dict[str, Any]:
         "by_status": dict(sorted(Counter(str(cell["status"]) for cell in cells).items())),
         "digest": document.get("digest"),
     }
+
+
+def microbench_summary(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What was measured and the finding in words; the rows stay in the folder."""
+    return {
+        "kind": "microbench",
+        "protocol": document["protocol"],
+        "backend": document["backend"],
+        "simulated": document["simulated"],
+        "rows": len(document["rows"]),
+        "finding": document["finding"],
+    }

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 
 from ppdbench.core.errors import UsageError
+from ppdbench.sim.calibrated import read_calibration
 from ppdbench.sim.cluster import Capacity
 from ppdbench.sim.config import SimConfig
 from ppdbench.sim.costs import CostTables
 from ppdbench.sim.gpus import gpu
 from ppdbench.sim.measured import measured_costs
 from ppdbench.sim.models import model_shape
+
+BUILT_IN = ("measured", "roofline")
 
 
 @lru_cache(maxsize=8)
@@ -20,6 +24,8 @@ def costs_for(config: SimConfig) -> CostTables:
     Raises:
         UsageError: unknown GPU, model or source.
     """
+    if config.costs not in BUILT_IN:
+        return read_calibration(Path(config.costs)).tables()
     tables = _source(config.model, config.gpu, config.max_batched_tokens)
     return tables.stretched(config.compute_factor)
 
@@ -35,6 +41,10 @@ def capacity_for(config: SimConfig) -> Capacity:
     Raises:
         UsageError: unknown GPU or model, a context beyond the model's, a model that does not fit.
     """
+    if config.costs not in BUILT_IN:
+        fitted = read_calibration(Path(config.costs))
+        blocks = fitted.kv_tokens // fitted.block_tokens
+        return Capacity(blocks, fitted.kv_bytes_per_token, fitted.context_tokens)
     shape, card = model_shape(config.model), gpu(config.gpu)
     context = config.max_context_tokens or shape.context_tokens
     if context > shape.context_tokens:
@@ -57,4 +67,6 @@ def cost_source(config: SimConfig) -> str:
     """Name and version of where the costs come from, without loading them."""
     from importlib.metadata import version
 
+    if config.costs not in BUILT_IN:
+        return read_calibration(Path(config.costs)).tables().source
     return f"{config.costs}: aiconfigurator-core {version('aiconfigurator-core')}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from ppdbench.experiments.microbench.measure import (
     effect_of,
     proven,
     rows_of,
+    sample,
     sentence,
 )
 from ppdbench.experiments.microbench.plan import (
@@ -48,15 +49,19 @@ class Interference:
     """
 
     plan: InterferencePlan
-    block_tokens: int
+    limits: Limits
     skipped: list[Skipped]
     effects: list[Effect] = field(default_factory=list)
     records: list[TurnRecord] = field(default_factory=list)
     unmeasured: int = 0
     unproven: int = 0
 
+    @property
+    def block_tokens(self) -> int:
+        return self.limits.block_tokens or 1
+
     def document(self) -> dict[str, Any]:
-        """Rows, comparisons and what was left out, as JSON."""
+        """Rows, comparisons, samples and what was left out, as JSON."""
         plan = self.plan
         rows = rows_of(
             self.effects, doses=plan.doses, block_tokens=self.block_tokens, seed=plan.seed
@@ -66,6 +71,8 @@ class Interference:
             "rows": rows,
             "comparisons": compared,
             "finding": sentence(compared),
+            "samples": [sample(effect) for effect in self.effects],
+            "limits": asdict(self.limits),
             "skipped": [_skipped(item) for item in self.skipped],
             "unmeasured_doses": self.unmeasured,
             "unproven_doses": self.unproven,
@@ -84,14 +91,14 @@ def _skipped(item: Skipped) -> dict[str, Any]:
 
 
 def fitting_cells(
-    plan: InterferencePlan, limits: Limits, *, explicit: bool
+    plan: InterferencePlan, limits: Limits, *, explicit: bool, doses: Sequence[Dose] = ()
 ) -> tuple[list[Cell], list[Skipped]]:
     """Cells to run. ``explicit`` grids must fit whole; the default one is cut to the engine.
 
     Raises:
         UsageError: a cell that was asked for does not fit, or none of the default ones does.
     """
-    cells, skipped = split_by_limits(plan, limits)
+    cells, skipped = split_by_limits(plan, limits, doses)
     if skipped and (explicit or not cells):
         first = skipped[0]
         raise UsageError(
@@ -104,11 +111,17 @@ def fitting_cells(
 
 
 def simulate(
-    plan: InterferencePlan, engine: SimulatedEngine, *, explicit: bool, keep_records: bool = False
+    plan: InterferencePlan,
+    engine: SimulatedEngine,
+    *,
+    explicit: bool,
+    keep_records: bool = False,
+    doses: Sequence[Dose] = (),
 ) -> Interference:
-    """Run the plan on simulated time."""
-    cells, skipped = fitting_cells(plan, engine.limits(), explicit=explicit)
-    found = Interference(plan, engine.config.block_tokens, skipped)
+    """Run the plan on simulated time; ``doses`` stand for those of its grid."""
+    limits = engine.limits()
+    cells, skipped = fitting_cells(plan, limits, explicit=explicit, doses=doses)
+    found = Interference(plan, limits, skipped)
     course = _Course(found, cells, keep_records=keep_records)
     for script in course.scripts():
         course.take(engine.run(script))
@@ -120,7 +133,7 @@ async def measure(
 ) -> Interference:
     """Run the plan on a real engine; a warm-up block goes first and its records stand apart."""
     cells, skipped = fitting_cells(plan, limits, explicit=explicit)
-    found = Interference(plan, limits.block_tokens or 1, skipped)
+    found = Interference(plan, limits, skipped)
     found.records += await _warm_up(plan, cells, engine)
     course = _Course(found, cells, keep_records=True)
     for script in course.scripts():

@@ -28,6 +28,7 @@ class Effect:
 
     ``dosed`` holds the victims' gaps from the injection to the last of their next 64 tokens,
     ``quiet`` those of the *same* victims just before the injection and just after the dose.
+    ``victim_tokens`` is how many tokens a victim had made by then, in the mean.
     """
 
     cell: Cell
@@ -35,6 +36,7 @@ class Effect:
     dosed: Floats
     quiet: Floats
     injected_ttft_s: float
+    victim_tokens: float
     cached_tokens: tuple[int | None, ...]
 
     @property
@@ -64,7 +66,8 @@ def effect_of(
     begin_s = injected[0].sent_at_s
     last_sent_s = injected[-1].sent_at_s
     end_s = max(record.finished_at_s or record.sent_at_s for record in injected)
-    windows = [_windows(victim, begin_s, last_sent_s, end_s, quiet_tokens) for victim in victims]
+    given = list(victims)
+    windows = [_windows(victim, begin_s, last_sent_s, end_s, quiet_tokens) for victim in given]
     whole = [window for window in windows if window is not None]
     if not whole or len(whole) < len(windows):
         return None
@@ -74,6 +77,7 @@ def effect_of(
         np.concatenate([dosed for dosed, _ in whole]),
         np.concatenate([quiet for _, quiet in whole]),
         fmean(record.ttft_sent_s or 0.0 for record in injected),
+        fmean(float(np.searchsorted(victim, begin_s)) for victim in given),
         tuple(record.cached_tokens for record in injected),
     )
 
@@ -162,6 +166,22 @@ def _slowdown(effects: Sequence[Effect], seed: int) -> Interval:
 def _ratio_less_one(dosed: Floats, quiet: Floats, axis: int = -1) -> Floats:
     ratio: Floats = dosed.mean(axis) / quiet.mean(axis) - 1
     return ratio
+
+
+def sample(effect: Effect) -> dict[str, Any]:
+    """One dose in one repeat, as a fit of costs wants it."""
+    dose = effect.cell.dose
+    return {
+        "kind": dose.kind.value,
+        "batch": effect.cell.batch,
+        "context_tokens": dose.context_tokens,
+        "new_tokens": dose.new_tokens,
+        "repeat": effect.repeat,
+        "tpot_quiet_s": float(effect.quiet.mean()),
+        "tpot_dosed_s": float(effect.dosed.mean()),
+        "injected_ttft_s": effect.injected_ttft_s,
+        "victim_made_tokens": effect.victim_tokens,
+    }
 
 
 def rows_of(

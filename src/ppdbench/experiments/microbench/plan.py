@@ -114,8 +114,10 @@ class InterferencePlan:
         append = {Dose(Kind.APPEND, n, m) for n, m in pairs if n}
         return sorted(full | append)
 
-    def cells(self) -> list[Cell]:
-        return [Cell(b, dose) for b, dose in product(self.batches, self.doses_of_grid())]
+    def cells(self, doses: Sequence[Dose] = ()) -> list[Cell]:
+        """Every batch with every dose; ``doses`` stand for those of the grid."""
+        chosen = doses or self.doses_of_grid()
+        return [Cell(batch, dose) for batch, dose in product(self.batches, chosen)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +128,12 @@ class Skipped:
     reason: str
 
 
-def split_by_limits(plan: InterferencePlan, limits: Limits) -> tuple[list[Cell], list[Skipped]]:
+def split_by_limits(
+    plan: InterferencePlan, limits: Limits, doses: Sequence[Dose] = ()
+) -> tuple[list[Cell], list[Skipped]]:
     """Cells that fit, and those that do not with the reason."""
     fitting, skipped = [], []
-    for cell in plan.cells():
+    for cell in plan.cells(doses):
         reason = misfit(plan, cell, limits)
         if reason is None:
             fitting.append(cell)

@@ -63,12 +63,11 @@ class SimulatedEngine:
 
     def node(self, kernel: Kernel, on_first_token: Callable[[Sequence], None]) -> WatchedNode:
         """A cold node on ``kernel``."""
-        config, shape = self.config, model_shape(self.config.model)
-        costs = CascadeCosts(self._costs, AttentionShape(shape.heads, shape.kv_heads))
+        config, cascade = self.config, self._cascade_costs()
         node = WatchedNode(
             "r0",
             kernel,
-            costs if self.cascade else self._costs,
+            cascade or self._costs,
             SharedPrefixCache(
                 self._capacity.blocks, config.block_tokens, enabled=config.prefix_caching
             ),
@@ -77,8 +76,15 @@ class SimulatedEngine:
             max_sequences=config.max_sequences,
             on_first_token=on_first_token,
         )
-        costs.serve(node)
+        if cascade is not None:
+            cascade.serve(node)
         return node
+
+    def _cascade_costs(self) -> CascadeCosts | None:
+        if not self.cascade:
+            return None
+        shape = model_shape(self.config.model)
+        return CascadeCosts(self._costs, AttentionShape(shape.heads, shape.kv_heads))
 
     def phase(self, name: str) -> float:
         """Where in a step a request falls, in [0, 1)."""
