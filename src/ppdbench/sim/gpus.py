@@ -6,6 +6,7 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 
 from ppdbench.core.errors import UsageError
 
@@ -32,13 +33,29 @@ def known_gpus() -> list[str]:
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU of that name.
+    """The GPU of that name, or the one that the TOML file of that path describes.
 
     Raises:
-        UsageError: unknown; the message lists what is known.
+        UsageError: unknown, or a file without the fields; the message lists what is known.
     """
+    if name.endswith(".toml"):
+        return _from_file(Path(name))
     try:
         return _shipped()[name]
     except KeyError:
         known = ", ".join(known_gpus())
-        raise UsageError(f"unknown GPU {name!r}; known: {known}") from None
+        raise UsageError(
+            f"unknown GPU {name!r}; known: {known}; or give a TOML file with {_FIELDS}"
+        ) from None
+
+
+_FIELDS = "flops_per_s, bytes_per_s, memory_bytes and reserved_bytes"
+
+
+def _from_file(path: Path) -> Gpu:
+    try:
+        return Gpu(name=path.stem, **tomllib.loads(path.read_text()))
+    except OSError as error:
+        raise UsageError(f"GPU file {path}: {error.strerror}; name a file that is there") from error
+    except (tomllib.TOMLDecodeError, TypeError) as error:
+        raise UsageError(f"GPU file {path}: {error}; it needs {_FIELDS}") from error

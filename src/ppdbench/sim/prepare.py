@@ -13,6 +13,7 @@ from ppdbench.sim.costs import CostTables
 from ppdbench.sim.gpus import gpu
 from ppdbench.sim.measured import measured_costs
 from ppdbench.sim.models import model_shape
+from ppdbench.sim.roofline import roofline_costs
 
 BUILT_IN = ("measured", "roofline")
 
@@ -26,13 +27,14 @@ def costs_for(config: SimConfig) -> CostTables:
     """
     if config.costs not in BUILT_IN:
         return read_calibration(Path(config.costs)).tables()
-    tables = _source(config.model, config.gpu, config.max_batched_tokens)
+    tables = _source(config.costs, config.model, config.gpu, config.max_batched_tokens)
     return tables.stretched(config.compute_factor)
 
 
 @lru_cache(maxsize=8)
-def _source(model: str, card: str, max_tokens: int) -> CostTables:
-    return measured_costs(model_shape(model), gpu(card), max_tokens)
+def _source(costs: str, model: str, card: str, max_tokens: int) -> CostTables:
+    tabulate = roofline_costs if costs == "roofline" else measured_costs
+    return tabulate(model_shape(model), gpu(card), max_tokens)
 
 
 def capacity_for(config: SimConfig) -> Capacity:
@@ -69,4 +71,6 @@ def cost_source(config: SimConfig) -> str:
 
     if config.costs not in BUILT_IN:
         return read_calibration(Path(config.costs)).tables().source
+    if config.costs == "roofline":
+        return f"roofline of {config.gpu}"
     return f"{config.costs}: aiconfigurator-core {version('aiconfigurator-core')}"
