@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
 from statistics import median
 
 import pytest
@@ -80,3 +82,46 @@ def test_a_configuration_is_its_dictionary():
     config = SimConfig(connector="p2p_nccl", retokenisation_loss=0.25)
 
     assert SimConfig.from_dict(config.as_dict()) == config
+
+
+def test_token_times_agree_with_the_record():
+    """First and last instants are the record's, there is one per token, and they only rise."""
+    for record in run("1P_2D", "share:0.5", token_times=True).records:
+        times = record.token_at_s
+
+        assert len(times) == record.output_tokens
+        assert times[0] == pytest.approx(record.first_token_at_s, abs=1e-9)
+        assert times[-1] == pytest.approx(record.finished_at_s, abs=1e-9)
+        assert times == sorted(times)
+
+
+def test_token_times_change_nothing_else():
+    """Watching does not disturb: every other field is as without."""
+    watched = run("1P_2D", "remote", token_times=True).records
+    for record in watched:
+        record.token_at_s = []
+
+    assert watched == run("1P_2D", "remote").records
+
+
+def test_a_trace_shows_steps_transfers_and_requests(tmp_path):
+    """Chrome's format; a node's steps follow one another, and every turn has begin and end."""
+    path = tmp_path / "traces" / "point.json"
+    run_simulated_point(
+        Topology.parse("1P_2D"),
+        parse_policy("remote"),
+        ARRIVALS,
+        2.5,
+        SimConfig(),
+        seed=3,
+        trace=path,
+    )
+    events = json.loads(path.read_text())["traceEvents"]
+    steps = sorted(
+        (e["ts"], e["dur"]) for e in events if e.get("tid") == "steps" and e["pid"] == "d0"
+    )
+
+    assert {e["pid"] for e in events} == {"p0", "d0", "d1"}
+    assert sum(e.get("tid") == "transfers" for e in events) == 36
+    assert sum(e["ph"] == "b" for e in events) == sum(e["ph"] == "e" for e in events) == 36
+    assert all(a[0] + a[1] <= b[0] + 1e-3 for a, b in pairwise(steps))

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import floor, log, log1p
+from pathlib import Path
 
 from ppdbench.core.conversation import Arrival
 from ppdbench.core.seeds import unit_interval
@@ -18,6 +19,8 @@ from ppdbench.sim.cluster import Request, SimCluster
 from ppdbench.sim.config import SimConfig
 from ppdbench.sim.kernel import Kernel
 from ppdbench.sim.prepare import capacity_for, costs_for
+from ppdbench.sim.step_log import Span, token_times_s
+from ppdbench.sim.trace import write_trace
 
 ALL = 1 << 62
 
@@ -33,6 +36,7 @@ def run_simulated_point(  # noqa: PLR0913, PLR0917 - a point is these six things
     users: int | None = None,
     make_play: Callable[..., Play] = Play,
     connections: int | None = None,
+    trace: Path | None = None,
 ) -> PointOutcome:
     """Serve ``arrivals`` to the last token on a fresh, cold cluster.
 
@@ -43,7 +47,15 @@ def run_simulated_point(  # noqa: PLR0913, PLR0917 - a point is these six things
     """
     started = time.perf_counter()
     kernel = Kernel()
-    cluster = SimCluster(topology, config, kernel, costs_for(config), capacity_for(config))
+    keep_steps = config.token_times or trace is not None
+    cluster = SimCluster(
+        topology,
+        config,
+        kernel,
+        costs_for(config),
+        capacity_for(config),
+        keep_steps=keep_steps,
+    )
     play = make_play(
         topology,
         policy,
@@ -57,6 +69,10 @@ def run_simulated_point(  # noqa: PLR0913, PLR0917 - a point is these six things
     for arrival in arrivals[:at_once]:
         kernel.at(arrival.at_s, driver.begin, arrival)
     kernel.run()
+    if config.token_times:
+        driver.add_token_times()
+    if trace is not None:
+        write_trace(trace, cluster, play.records)
     timing = _timing(kernel, cluster, time.perf_counter() - started)
     return PointOutcome(play.records, _facts(play.records), timing)
 
@@ -80,6 +96,7 @@ class _Driver:
         self.later: deque[Arrival] = deque()
         self._matching: dict[str, int] = {}
         self._out: dict[str, tuple[Dialogue, TurnRecord]] = {}
+        self._spans: list[tuple[TurnRecord, list[Span]]] = []
 
     def begin(self, arrival: Arrival) -> None:
         """A conversation arrives; it may have to wait for a connection."""
@@ -89,6 +106,16 @@ class _Driver:
             self._send(dialogue)
         else:
             self._queue.append(dialogue)
+
+    def add_token_times(self) -> None:
+        """After the run: the instants of every good turn's tokens."""
+        ends_s = {
+            name: node.log.ends_s()
+            for name, node in self._cluster.nodes.items()
+            if node.log is not None
+        }
+        for record, spans in self._spans:
+            record.token_at_s = token_times_s(ends_s[record.node], spans)
 
     def _send(self, dialogue: Dialogue) -> None:
         record = self._play.send(dialogue, self._kernel.now_s)
@@ -112,6 +139,7 @@ class _Driver:
             record.outcome, record.error = Outcome.UPSTREAM_STATUS, request.error
         else:
             self._close_record(record, request)
+            self._spans.append((record, request.spans))
             survivors = self._surviving(f"{request.conversation}/{record.turn}")
             kept = min(request.output_tokens, survivors)
             self._matching[request.conversation] = request.prompt_tokens + kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ppdbench.core.decision import Route
 from ppdbench.core.topology import Topology
@@ -12,6 +12,7 @@ from ppdbench.sim.costs import CostTables
 from ppdbench.sim.kernel import Kernel
 from ppdbench.sim.node import Node, Sequence
 from ppdbench.sim.prefix_cache import PrefixCache
+from ppdbench.sim.step_log import Span, StepLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,17 @@ class Capacity:
     blocks: int
     kv_bytes_per_token: int
     context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """KV of ``tokens`` on its way between two nodes."""
+
+    source: str
+    target: str
+    from_s: float
+    to_s: float
+    tokens: int
 
 
 @dataclass(slots=True)
@@ -45,18 +57,24 @@ class Request:
     first_token_at_s: float = 0.0
     finished_at_s: float = 0.0
     prefill_sequence: Sequence | None = None
+    spans: list[Span] = field(default_factory=list)
 
 
 class SimCluster:
-    """Nodes of one topology on one kernel; several clusters in a process share nothing."""
+    """Nodes of one topology on one kernel; several clusters in a process share nothing.
 
-    def __init__(
+    With ``keep_steps`` the nodes log their steps, and ``transfers`` lists what moved.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a cluster is made of
         self,
         topology: Topology,
         config: SimConfig,
         kernel: Kernel,
         costs: CostTables,
         capacity: Capacity,
+        *,
+        keep_steps: bool = False,
     ) -> None:
         self.config, self.capacity, self._kernel = config, capacity, kernel
         self.nodes = {
@@ -68,10 +86,13 @@ class SimCluster:
                 overheads=config.overheads,
                 max_batched_tokens=config.max_batched_tokens,
                 max_sequences=config.max_sequences,
+                log=StepLog() if keep_steps else None,
             )
             for spec in topology.nodes
         }
         self.outstanding_prefill = dict.fromkeys(self.nodes, 0)
+        self.transfers: list[Transfer] = []
+        self._keep_steps = keep_steps
         self._open = 0
         self._connector = config.hand_off
         self._bytes_per_s = LINKS[config.link]
@@ -198,7 +219,10 @@ class SimCluster:
         wire_s = tokens * self.capacity.kv_bytes_per_token / self._bytes_per_s
         self._sends_until[source] = self._receives_until[target] = start + wire_s
         connector = self._connector
-        return start + wire_s + connector.transfer_s + connector.token_s * tokens
+        end = start + wire_s + connector.transfer_s + connector.token_s * tokens
+        if self._keep_steps:
+            self.transfers.append(Transfer(source, target, start, end, tokens))
+        return end
 
     def _fetched(self, sequence: Sequence) -> None:
         request = _request(sequence)
@@ -217,6 +241,7 @@ class SimCluster:
             request.cached_tokens = sequence.cached_tokens
         request.first_token_at_s = sequence.first_token_at_s
         request.finished_at_s = sequence.finished_at_s
+        request.spans = sequence.spans
         request.on_done(request)
 
 

@@ -67,7 +67,8 @@ class SimConfig:
     ``compute_factor`` stretches compute-bound work (prompts) against the source.
     ``connector_profile`` replaces the profile that ``connector`` names. ``retokenisation_loss`` is
     the chance per reply token that the history, sent back as text, encodes to other tokens from
-    there on; 0 is a history of token ids.
+    there on; 0 is a history of token ids. ``token_times`` records when each token came, for
+    inter-token latencies; it doubles the cost of a point.
 
     Raises:
         UsageError: an unknown connector or link, or a number out of range.
@@ -88,6 +89,7 @@ class SimConfig:
     max_context_tokens: int | None = None
     prefix_caching: bool = True
     retokenisation_loss: float = 0.0
+    token_times: bool = False
 
     def __post_init__(self) -> None:
         _known("connector", self.connector, CONNECTORS)

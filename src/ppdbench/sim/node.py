@@ -17,6 +17,7 @@ from ppdbench.sim.blocks import KvBlocks
 from ppdbench.sim.config import Overheads
 from ppdbench.sim.costs import CostTables
 from ppdbench.sim.kernel import Kernel
+from ppdbench.sim.step_log import Span, StepLog, Stretch
 
 NEVER = -1
 
@@ -34,8 +35,8 @@ class Sequence:
     __slots__ = (
         "blocks", "cached_tokens", "computed", "fetch", "fetched_tokens", "finish_step",
         "finished_at_s", "first_token_at_s", "generated", "hold", "key", "loaded",
-        "matching_tokens", "on_done",
-        "output_tokens", "owner", "preemptions", "prompt_tokens", "stall_s", "start_step", "target",
+        "matching_tokens", "on_done", "output_tokens", "owner", "preemptions", "prompt_tokens",
+        "spans", "stall_s", "start_step", "target",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913 - one field each
@@ -62,6 +63,7 @@ class Sequence:
         self.loaded = loaded
         self.stall_s = stall_s
         self.owner = owner
+        self.spans: list[Span] = []
         self.target = prompt_tokens
         self.computed = 0
         self.generated = 0
@@ -89,6 +91,7 @@ class Node:
         max_batched_tokens: int,
         max_sequences: int,
         longest_stretch: int = 1 << 40,
+        log: StepLog | None = None,
     ) -> None:
         self.name = name
         self.cache = cache
@@ -99,6 +102,7 @@ class Node:
         self._kernel, self._costs, self._overheads = kernel, costs, overheads
         self._budget, self._max_sequences = max_batched_tokens, max_sequences
         self._longest_stretch = longest_stretch
+        self.log = log
         self._prompts: list[Sequence] = []
         self._batch = 0
         self._context_sum = 0
@@ -246,10 +250,13 @@ class Node:
         if self._batch:
             seconds += costs.decode_line(self._batch, self._context_sum / self._batch).at_s
         seconds += costs.dense_s(tokens)
+        self._stretch_from_s, self._first_s, self._slope_s = self._kernel.now_s, seconds, 0.0
         self._kernel.at(self._kernel.now_s + seconds, self._end_mixed_step)
 
     def _end_mixed_step(self, _: object) -> None:
         chunks, self._chunks = self._chunks, []
+        if self.log is not None:
+            self._note(1, sum(new for _, new in chunks))
         self._advance(1)
         for sequence, new in chunks:
             sequence.computed += new
@@ -264,6 +271,7 @@ class Node:
         if sequence.first_token_at_s < 0:
             sequence.first_token_at_s = self._kernel.now_s
         if sequence.generated >= sequence.output_tokens:
+            sequence.spans.append((self.steps - 1, 0))
             self._finish(sequence)
             return
         sequence.start_step = self.steps
@@ -320,8 +328,15 @@ class Node:
         if ticket != self._ticket:
             return
         steps, self._stretch_steps = self._stretch_steps, 0
+        if self.log is not None:
+            self._note(steps, 0)
         self._advance(steps)
         self._begin()
+
+    def _note(self, steps: int, prompt_tokens: int) -> None:
+        assert self.log is not None
+        start, first, slope = self._stretch_from_s, self._first_s, self._slope_s
+        self.log.stretches.append(Stretch(start, first, slope, steps, self._batch, prompt_tokens))
 
     def _advance(self, steps: int) -> None:
         """Every decoding sequence gets ``steps`` tokens; those that are complete leave."""
@@ -344,6 +359,7 @@ class Node:
 
     def _stop_decoding(self, sequence: Sequence) -> None:
         done = self.steps - sequence.start_step
+        sequence.spans.append((sequence.start_step - 1, done))
         sequence.generated += done
         sequence.computed = sequence.target + done
         self._batch -= 1
