@@ -39,6 +39,9 @@ def sweep(
     keep_records: Annotated[
         bool, typer.Option("--keep-records", help="Keep each turn, as Parquet.")
     ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Folder for a Chrome trace of each simulated point.")
+    ] = None,
     slo_ttft: Annotated[float, typer.Option(help="Goodput's TTFT limit, seconds.", min=0)] = 0.5,
     slo_tpot: Annotated[float, typer.Option(help="Goodput's TPOT limit, seconds.", min=0)] = 0.03,
     model: Annotated[
@@ -93,6 +96,7 @@ def sweep(
         seed=seed,
         jobs=jobs,
         keep_records=keep_records,
+        traces=trace,
         limits=Limits(slo_ttft, slo_tpot),
         settings={"gpu": gpu, "model": model, "connector": connector},
         dtype=dtype if backend == "attach" else None,

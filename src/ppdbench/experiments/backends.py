@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from ppdbench.core.topology import Topology
@@ -44,11 +45,15 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedBackend:
-    """Points on simulated nodes, over the cores: equal seeds give equal bytes."""
+    """Points on simulated nodes, over the cores: equal seeds give equal bytes.
+
+    ``traces`` is a folder for a Chrome trace of each point.
+    """
 
     measuring: Measuring
     config: SimConfig
     jobs: int = 1
+    traces: Path | None = None
 
     def identity(self) -> EngineIdentity:
         capacity_for(self.config)
@@ -80,6 +85,7 @@ class SimulatedBackend:
             key.rate_per_s,
             self.config,
             self.measuring.seed_of(key),
+            trace=self.traces / f"{key.slug}.json" if self.traces else None,
         )
         return self.measuring.finish(key, outcome)
 

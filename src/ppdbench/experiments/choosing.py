@@ -31,6 +31,7 @@ class Choice:
     seed: int = 0
     jobs: int = 0
     keep_records: bool = False
+    traces: Path | None = None
     limits: Limits = field(default_factory=Limits)
     settings: Mapping[str, Any] = field(default_factory=dict)
     launch: LaunchOptions = field(default_factory=LaunchOptions)
@@ -76,7 +77,8 @@ def _simulated(choice: Choice, grid: Grid) -> SimulatedBackend:
         )
     config = sim_config(grid.settings, choice.settings)
     measuring = _measuring(choice, grid, config.block_tokens)
-    return SimulatedBackend(measuring, config, choice.jobs or available_cores())
+    jobs = choice.jobs or available_cores()
+    return SimulatedBackend(measuring, config, jobs, choice.traces)
 
 
 def _source(choice: Choice, grid: Grid, logs: Path, say: Callable[[str], None]) -> ClusterSource:
