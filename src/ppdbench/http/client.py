@@ -234,12 +234,14 @@ class _Connection(asyncio.Protocol):
         return BrokenError(message, got_bytes=exchange.got_bytes)
 
 
+_FRAMING = frozenset({b"content-length", b"transfer-encoding"})
+
+
 def _ends_with_connection(head: Head) -> bool:
-    return (
-        head.get(b"content-length") is None
-        and head.get(b"transfer-encoding") is None
-        and head.status not in (204, 304)
-    )
+    for name, _ in head.headers:
+        if name.lower() in _FRAMING:
+            return False
+    return head.status not in (204, 304)
 
 
 class Pool:

@@ -90,7 +90,10 @@ class Head:
     def get(self, name: bytes) -> bytes | None:
         """The first header of that name, in any case."""
         wanted = name.lower()
-        return next((value for key, value in self.headers if key.lower() == wanted), None)
+        for key, value in self.headers:
+            if key.lower() == wanted:
+                return value
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Self, cast
 
@@ -33,14 +33,17 @@ class Incoming:
     headers: Headers
     body: bytes
     received_at_s: float
+    path: str = field(init=False)
 
-    @property
-    def path(self) -> str:
-        return self.target.partition("?")[0]
+    def __post_init__(self) -> None:
+        self.path = self.target.partition("?")[0]
 
     def get(self, name: bytes) -> bytes | None:
         """The first header called ``name``, which is lower-case."""
-        return next((value for key, value in self.headers if key == name), None)
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
 
 
 class Responder:
@@ -67,20 +70,20 @@ class Responder:
         """Whether the client reads more slowly than we write."""
         return self._connection.congested
 
-    def send(self, status: int, body: bytes, headers: Headers = ()) -> None:
-        """A whole answer."""
-        length = (b"content-length", b"%d" % len(body))
-        self._write(_render_head(status, (*headers, length), keep_alive=self._keep_alive) + body)
+    def send(self, status: int, body: bytes, headers: Headers = (), lines: bytes = b"") -> None:
+        """A whole answer. ``lines`` are further headers as they stand on the wire."""
+        lines += b"content-length: %d\r\n" % len(body)
+        self._write(_render_head(status, headers, lines, keep_alive=self._keep_alive) + body)
         self._finish()
 
     def send_json(self, status: int, document: object, headers: Headers = ()) -> None:
         self.send(status, orjson.dumps(document), (JSON_TYPE, *headers))
 
-    def start(self, status: int, headers: Headers = ()) -> None:
-        """Begin a chunked answer."""
+    def start(self, status: int, headers: Headers = (), lines: bytes = b"") -> None:
+        """Begin a chunked answer. ``lines`` are further headers as they stand on the wire."""
         self.started = True
-        chunked = (b"transfer-encoding", b"chunked")
-        self._write(_render_head(status, (*headers, chunked), keep_alive=self._keep_alive))
+        lines += b"transfer-encoding: chunked\r\n"
+        self._write(_render_head(status, headers, lines, keep_alive=self._keep_alive))
 
     def write(self, data: bytes) -> None:
         """One chunk; its bytes go to the kernel now."""
@@ -128,16 +131,16 @@ class Responder:
 Handler = Callable[[Incoming, Responder], None]
 
 
-def _render_head(status: int, headers: Headers, *, keep_alive: bool) -> bytes:
-    try:
-        phrase = HTTPStatus(status).phrase
-    except ValueError:
-        phrase = ""
-    lines = [f"HTTP/1.1 {status} {phrase}".encode()]
-    lines += [name + b": " + value for name, value in headers]
-    if not keep_alive:
-        lines.append(b"connection: close")
-    return b"\r\n".join(lines) + b"\r\n\r\n"
+_STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+}
+
+
+def _render_head(status: int, headers: Headers, lines: bytes, *, keep_alive: bool) -> bytes:
+    first = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+    for name, value in headers:
+        first += b"%b: %b\r\n" % (name, value)
+    return first + lines + (b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
 
 
 class _ServerConnection(asyncio.Protocol):
@@ -214,8 +217,9 @@ class _ServerConnection(asyncio.Protocol):
         self._target += target
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
-        if name.lower() == b"expect":
+        name = name.lower()
+        self._headers.append((name, value))
+        if name == b"expect":
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
@@ -251,7 +255,7 @@ class _ServerConnection(asyncio.Protocol):
         self._size = 0
 
     def _refuse(self, status: int) -> None:
-        self.write(_render_head(status, ((b"content-length", b"0"),), keep_alive=False))
+        self.write(_render_head(status, (), b"content-length: 0\r\n", keep_alive=False))
         if self._transport is not None:
             self._transport.close()
 

@@ -9,6 +9,26 @@ _VALUE_BYTES = 8
 RATE_WINDOW_S = 60
 
 
+class Tally:
+    """One value on the board with its places found: for what is counted on every turn."""
+
+    __slots__ = ("_all", "_mine", "_values")
+
+    def __init__(self, values: memoryview[float], mine: int, everyone: range) -> None:
+        self._values = values
+        self._mine = mine
+        self._all = everyone
+
+    def add(self, amount: float = 1.0) -> None:
+        self._values[self._mine] += amount
+
+    def total(self) -> float:
+        values = self._values
+        if len(self._all) == 1:
+            return values[self._mine]
+        return sum(values[at] for at in self._all)
+
+
 class Board:
     """One row of named float64 values per worker in ``buffer[offset:]``, and one shared row.
 
@@ -35,6 +55,11 @@ class Board:
     @staticmethod
     def bytes_for(names: Sequence[str], workers: int) -> int:
         return len(names) * (workers + 1) * _VALUE_BYTES
+
+    def tally(self, name: str) -> Tally:
+        """``name`` for frequent use."""
+        at = self._index[name]
+        return Tally(self._values, self._base + at, range(at, self._shared, self._stride))
 
     def add(self, name: str, amount: float = 1.0) -> None:
         self._values[self._base + self._index[name]] += amount

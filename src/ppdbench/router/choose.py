@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ppdbench.core.decision import Decision, Features, Route
 from ppdbench.core.topology import Role
@@ -15,7 +15,14 @@ from ppdbench.policy.rules import COLD, decide
 from ppdbench.router.answer import Counted
 from ppdbench.router.board import ArrivalRate
 from ppdbench.router.estimate import Estimates
-from ppdbench.router.identity import Answer, Found, History, explicit_key, read_history
+from ppdbench.router.identity import (
+    Answer,
+    Found,
+    History,
+    Place,
+    explicit_key,
+    read_history,
+)
 from ppdbench.router.memory import SEVERAL, SPLIT, Memory, Note
 from ppdbench.router.nodes import Upstream, Upstreams
 
@@ -32,31 +39,18 @@ class NoNodeError(Exception):
     """No living node can take the turn; the text says which kind is missing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Speaker:
+class Speaker(NamedTuple):
     """Who is speaking. ``explicit`` is the key of a conversation that the client named."""
 
     conversation: int
     name: str
+    turn: int
     history: History | None
     explicit: bytes | None
     found: Found | None
 
-    @property
-    def turn(self) -> int:
-        if self.history is not None and self.history.turn is not None:
-            return self.history.turn
-        if self.found is None:
-            return 1
-        return self.found.note.turn + (not self.found.repeated)
 
-    @property
-    def size(self) -> int:
-        return 0 if self.history is None else self.history.size
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """Where a turn goes and why, and what is needed to note it afterwards."""
 
     decision: Decision
@@ -127,30 +121,27 @@ class Chooser:
             decision = (
                 replace(decision, reason="retry") if decision.route is COLD.route else decision
             )
-            plan = replace(plan, home=home, decision=decision, holds_kv=False)
-        return replace(plan, prefill=self._prefill_for(plan.decision, without))
+            plan = plan._replace(home=home, decision=decision, holds_kv=False)
+        return plan._replace(prefill=self._prefill_for(plan.decision, without))
 
     def note(self, plan: Plan, answer: Answer | None, prompt_tokens: int, now_s: float) -> None:
         """Remember a turn that was answered: where it was computed and how long it now is."""
-        speaker = plan.speaker
-        if speaker.history is None:
+        speaker, home = plan.speaker, plan.home
+        history = speaker.history
+        if history is None:
             return
-        note = Note(
-            conversation=speaker.conversation,
-            context_tokens=prompt_tokens,
-            size=speaker.size,
-            used_s=int(now_s),
-            home=plan.home.index,
-            turn=speaker.turn,
-            epoch=plan.home.epoch,
-            flags=0,
-        )
-        speaker.history.leave(self.memory, note, answer)
-        if speaker.explicit is not None:
-            tokens = 0 if answer is None else answer.tokens or 0
-            size = speaker.size + (0 if answer is None else len(answer.text))
-            named = note._replace(context_tokens=prompt_tokens + tokens, size=size)
-            self.memory.put(speaker.explicit, named)
+        used_s, epoch = int(now_s), home.epoch
+        conversation, turn = speaker.conversation, speaker.turn
+        if speaker.explicit is None:
+            note = Note(
+                conversation, prompt_tokens, history.size, used_s, home.index, turn, epoch, 0
+            )
+            history.leave(self.memory, note, answer)
+            return
+        size, check = history.sign(answer)
+        tokens = prompt_tokens + (0 if answer is None else answer.tokens or 0)
+        note = Note(conversation, tokens, size, used_s, home.index, turn, epoch, 0, check)
+        self.memory.put(speaker.explicit, note)
 
     def learn(self, plan: Plan, body: Mapping[str, Any], counted: Counted, now_s: float) -> None:
         """Correct the estimates, and what is thought of the home's cache, by what was counted."""
@@ -160,41 +151,43 @@ class Chooser:
         history, found = plan.speaker.history, plan.speaker.found
         if counted.prompt_tokens is None or history is None:
             return
+        held = found.note if found is not None and plan.holds_kv else None
         if not history.in_tokens:
-            before = found.note if found is not None else None
-            characters = history.size - (before.size if before else 0)
-            tokens = counted.prompt_tokens - (before.context_tokens if before else 0)
+            characters = history.size - (held.size if held else 0)
+            tokens = counted.prompt_tokens - (held.context_tokens if held else 0)
             estimates.learn_ratio(characters, tokens)
-        if plan.decision.route is Route.LOCAL and found is not None and plan.holds_kv:
-            self._learn_residency(plan.home, found.note, counted.cached_tokens, now_s)
+        if held is not None and plan.decision.route is Route.LOCAL:
+            self._learn_residency(plan.home, held, counted.cached_tokens, now_s)
 
     def _identify(self, body: Mapping[str, Any], session_id: bytes | None) -> Speaker:
         history = read_history(body)
         explicit = explicit_key(session_id, body)
-        found = None if history is None else history.find(self.memory)
-        named = None if explicit is None else self.memory.get(explicit)
-        if found is None and named is not None and explicit is not None:
-            found = Found(explicit, named)
         if explicit is not None:
-            conversation = int.from_bytes(explicit[:8], "little")
-            name = _explicit_name(session_id, body)
-        elif found is not None and not found.note.flags & SEVERAL:
-            conversation = found.note.conversation
-            name = f"{conversation:016x}"
+            found = self._named(explicit, history)
+            conversation, name = int.from_bytes(explicit[:8], "little"), ""
         else:
-            conversation = secrets.randbits(64)
+            found = None if history is None else history.find(self.memory)
+            known = found is not None and not found.note.flags & SEVERAL
+            conversation = found.note.conversation if found and known else secrets.randbits(64)
             name = f"{conversation:016x}"
-        return Speaker(conversation, name, history, explicit, found)
+        name = name or _explicit_name(session_id, body)
+        return Speaker(conversation, name, _turn(history, found), history, explicit, found)
+
+    def _named(self, explicit: bytes, history: History | None) -> Found | None:
+        note = self.memory.get(explicit)
+        if note is None:
+            return None
+        return Found(note, Place.DIFFERS if history is None else history.stands_to(note))
 
     def _home(self, found: Found | None, now_s: float) -> tuple[Upstream, bool]:
         """The home and whether it holds the conversation's KV as far as anybody knows."""
-        home = None
-        if found is not None and not found.note.flags & SPLIT:
-            home = self._upstreams.home_at(found.note.home)
-        if found is None or home is None or not home.alive:
+        if found is None or found.note.flags & SPLIT:
             return self._place(()), False
-        same_engine = home.epoch == found.note.epoch
-        return home, same_engine and not _evicted(home, found.note, now_s)
+        note = found.note
+        home = self._upstreams.home_at(note.home)
+        if home is None or not home.alive:
+            return self._place(()), False
+        return home, home.epoch == note.epoch and not _evicted(home, note, now_s)
 
     def _place(self, without: Collection[str]) -> Upstream:
         usable = {n.name for n in self._upstreams.homes if n.alive and n.name not in without}
@@ -211,7 +204,7 @@ class Chooser:
         if len(usable) == 1:
             return usable[0]
         specs = [node.spec for node in usable]
-        load = {node.name: node.total("prefill_tokens") for node in usable}
+        load = {node.name: node.prefill_tokens.total() for node in usable}
         return self._upstreams[least_loaded(specs, load).name]
 
     def _features(
@@ -231,7 +224,7 @@ class Chooser:
             new_tokens=new,
             output_tokens=estimates.output_tokens(body),
             rate_per_s=self._rate.per_s(now_s),
-            running=int(home.total("running")),
+            running=int(home.running.total()),
             key=f"{speaker.name}/{speaker.turn}",
         )
 
@@ -251,12 +244,23 @@ def _evicted(home: Upstream, note: Note, now_s: float) -> bool:
     return now_s - note.used_s >= home.shared("loss_idle_s")
 
 
+def _turn(history: History | None, found: Found | None) -> int:
+    """By the answers in the history; of a raw prompt by the turn whose history it continues."""
+    if history is not None and history.turn is not None:
+        return history.turn
+    if found is None:
+        return 1
+    return found.note.turn + (found.place is not Place.REPEATS)
+
+
 def _tokens(speaker: Speaker, estimates: Estimates, *, holds_kv: bool) -> tuple[int, int]:
     """Context that the home holds, and what is new to it."""
     history, found = speaker.history, speaker.found
     if history is None:
         return 0, 1
-    note = found.note if found is not None and holds_kv else None
+    note = None
+    if holds_kv and found is not None and found.place is not Place.DIFFERS:
+        note = found.note
     if history.in_tokens:
         context = 0 if note is None else min(note.context_tokens, history.size - 1)
         return context, history.size - context

@@ -26,7 +26,7 @@ class Health:
 
     def failed(self, node: Upstream, error: HttpError) -> None:
         """A turn broke at ``node``. A refused connection means that nobody is there."""
-        node.add("failures")
+        node.failures.add()
         self._strike(node, self._rule.down_after if isinstance(error, ConnectError) else 1)
 
     def answered(self, node: Upstream, at_s: float) -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
 
 import orjson
 import xxhash
@@ -27,13 +28,19 @@ _BORDER_GROWTH = 4
 """Borders of raw prompts stand 16 units apart, later 1/16 of what stands before them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A note and its key; ``repeated`` when it stands at the end of the very same request."""
+class Place(Enum):
+    """Where a request stands to a note that the client's own name led to."""
 
-    key: bytes
+    CONTINUES = "continues"
+    REPEATS = "repeats"
+    DIFFERS = "differs"
+
+
+class Found(NamedTuple):
+    """A note and how the request stands to it; of one that differs the KV held is unknown."""
+
     note: Note
-    repeated: bool = False
+    place: Place
 
 
 class History(Protocol):
@@ -56,6 +63,14 @@ class History(Protocol):
 
     def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
         """Leave ``note`` behind this request and, where it is known, behind its ``answer``."""
+        ...
+
+    def sign(self, answer: Answer | None) -> tuple[int, int]:
+        """Size and check of the history with ``answer``, for a note under the client's name."""
+        ...
+
+    def stands_to(self, note: Note) -> Place:
+        """Whether this goes on where a signed note was left."""
         ...
 
 
@@ -98,9 +113,8 @@ def _start(body: Mapping[str, Any], kind: bytes) -> xxhash.xxh3_128:
     """What separates histories before their first word: model, user, cache salt, tools."""
     hasher = xxhash.xxh3_128(kind)
     for name in ("model", "user", "cache_salt", "tools"):
-        value = body.get(name)
-        if value is not None:
-            _add(hasher, name.encode(), _canonical(value))
+        if name in body:
+            _add(hasher, name.encode(), _canonical(body[name]))
     return hasher
 
 
@@ -127,13 +141,11 @@ def _is_text_part(part: object) -> bool:
 
 
 class ChatHistory:
-    """Messages. ``marks`` are (key, answered), shallow first; the last one ends the request."""
+    """Messages. ``marks`` are the keys before and behind each answer, the shallow ones first."""
 
     in_tokens = False
 
-    def __init__(
-        self, hasher: xxhash.xxh3_128, marks: list[tuple[bytes, bool]], turn: int, size: int
-    ) -> None:
+    def __init__(self, hasher: xxhash.xxh3_128, marks: list[bytes], turn: int, size: int) -> None:
         self._hasher = hasher
         self._marks = marks
         self._prompt_key = hasher.digest()
@@ -146,21 +158,51 @@ class ChatHistory:
             return None
         note = memory.get(self._prompt_key)
         if note is not None:
-            return Found(self._prompt_key, note, repeated=True)
-        for key, _ in self._marks[: -MAX_LOOKUPS - 1 : -1]:
+            return Found(note, Place.REPEATS)
+        for key in self._marks[: -MAX_LOOKUPS - 1 : -1]:
             note = memory.get(key)
             if note is not None:
-                return Found(key, note)
+                return Found(note, Place.CONTINUES)
         return None
 
     def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
-        _put(memory, self._prompt_key, note._replace(size=self.size))
+        _put(memory, self._prompt_key, note)
         if answer is None:
             return
         hasher = self._hasher.copy()
         raw = _answer_bytes(answer.text, answer.tools)
         _add(hasher, b"assistant", raw)
-        _put(memory, hasher.digest(), _behind_answer(note, self.size + len(raw), answer))
+        _put(memory, hasher.digest(), _behind(note, self.size + len(raw), answer))
+
+    def sign(self, answer: Answer | None) -> tuple[int, int]:
+        """The check is the question's, so that an answer the client has changed does not matter."""
+        length = 0 if answer is None else len(answer.text)
+        return self.size + length, _check(self._prompt_key)
+
+    def stands_to(self, note: Note) -> Place:
+        if _check(self._prompt_key) == note.check:
+            return Place.REPEATS
+        before_answers = self._marks[-2 : -2 * MAX_LOOKUPS : -2]
+        continues = any(_check(key) == note.check for key in before_answers)
+        return Place.CONTINUES if continues else Place.DIFFERS
+
+
+def _check(key: bytes) -> int:
+    return int.from_bytes(key[:4], "little")
+
+
+def _behind(note: Note, size: int, answer: Answer) -> Note:
+    """``note`` behind the answer."""
+    return Note(
+        note.conversation,
+        note.context_tokens + (answer.tokens or 0),
+        size,
+        note.used_s,
+        note.home,
+        note.turn,
+        note.epoch,
+        note.flags | ANSWERED,
+    )
 
 
 def _put(memory: Memory, key: bytes, note: Note) -> None:
@@ -171,16 +213,11 @@ def _put(memory: Memory, key: bytes, note: Note) -> None:
     """
     other = memory.get(key)
     if other is not None and other.conversation != note.conversation:
-        flags = note.flags | SEVERAL
+        flags = SEVERAL
         if not note.flags & ANSWERED and (other.home != note.home or other.flags & SPLIT):
             flags |= SPLIT
-        note = note._replace(flags=flags)
+        note = note._replace(flags=note.flags | flags)
     memory.put(key, note)
-
-
-def _behind_answer(note: Note, size: int, answer: Answer) -> Note:
-    context = note.context_tokens + (answer.tokens or 0)
-    return note._replace(size=size, context_tokens=context, flags=note.flags | ANSWERED)
 
 
 def _answer_bytes(content: str, tools: str) -> bytes:
@@ -197,18 +234,18 @@ def _tool_ids(message: Mapping[str, Any]) -> str:
 
 def _read_chat(body: Mapping[str, Any], messages: list[Any]) -> ChatHistory:
     hasher = _start(body, b"chat")
-    marks: list[tuple[bytes, bool]] = []
-    size = answers = 0
+    marks: list[bytes] = []
+    size = 0
     for message in messages:
         role, raw = _role_and_content(message)
         if role == b"assistant":
-            marks.append((hasher.digest(), False))
-        _add(hasher, role, raw)
-        if role == b"assistant":
-            marks.append((hasher.digest(), True))
-            answers += 1
+            marks.append(hasher.digest())
+            _add(hasher, role, raw)
+            marks.append(hasher.digest())
+        else:
+            _add(hasher, role, raw)
         size += len(raw)
-    return ChatHistory(hasher, marks, answers + 1, size)
+    return ChatHistory(hasher, marks, len(marks) // 2 + 1, size)
 
 
 def _role_and_content(message: object) -> tuple[bytes, bytes]:
@@ -248,14 +285,25 @@ class RawHistory:
                 key = self._key(self._raw, size, b"end")
                 note = memory.get(key) if size <= self.size else None
                 if note is not None:
-                    return Found(key, note, repeated=size == self.size)
+                    return Found(note, Place.REPEATS if size == self.size else Place.CONTINUES)
         return None
 
     def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
-        self._leave(memory, self._raw, note._replace(size=self.size))
-        raw = self._raw + self._bytes_of(answer)
+        self._leave(memory, self._raw, note)
+        raw = self._with(answer)
         if answer is not None and len(raw) > len(self._raw):
-            self._leave(memory, raw, _behind_answer(note, len(raw) // self._unit, answer))
+            self._leave(memory, raw, _behind(note, len(raw) // self._unit, answer))
+
+    def sign(self, answer: Answer | None) -> tuple[int, int]:
+        raw = self._with(answer)
+        size = len(raw) // self._unit
+        return size, _check(self._key(raw, size, b"end"))
+
+    def stands_to(self, note: Note) -> Place:
+        longer = self.size >= note.size
+        if not longer or _check(self._key(self._raw, note.size, b"end")) != note.check:
+            return Place.DIFFERS
+        return Place.REPEATS if self.size == note.size else Place.CONTINUES
 
     def _leave(self, memory: Memory, raw: bytes, note: Note) -> None:
         _put(memory, self._key(raw, note.size, b"end"), note)
@@ -263,12 +311,13 @@ class RawHistory:
         for border in {borders[0], borders[-1]} if borders else ():
             memory.add_size(self._key(raw, border, b"border"), note.size, note.used_s)
 
-    def _bytes_of(self, answer: Answer | None) -> bytes:
+    def _with(self, answer: Answer | None) -> bytes:
+        """The history with its answer, as far as it is known in the prompt's own units."""
         if answer is None:
-            return b""
+            return self._raw
         if self.in_tokens:
-            return array("q", answer.token_ids).tobytes()
-        return answer.text.encode("utf-8", "replace")
+            return self._raw + array("q", answer.token_ids).tobytes()
+        return self._raw + answer.text.encode("utf-8", "replace")
 
     def _key(self, raw: bytes, size: int, kind: bytes) -> bytes:
         hasher = self._start.copy()

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ppdbench.http.client import Exchange
 from ppdbench.http.errors import HttpError
-from ppdbench.http.messages import Head, Headers
+from ppdbench.http.messages import Head
 from ppdbench.http.server import Responder
 from ppdbench.router.answer import (
     NOTHING,
@@ -18,7 +18,7 @@ from ppdbench.router.answer import (
     without_usage,
 )
 from ppdbench.router.identity import Answer
-from ppdbench.router.wire import error_event, response_headers
+from ppdbench.router.wire import error_event, response_lines
 
 TAIL_LIMIT_BYTES = 1024 * 1024
 """A stream's unfinished event is held back up to here, so that none is ever cut in the middle."""
@@ -81,7 +81,7 @@ class AnswerLeg:
     """
 
     __slots__ = (
-        "_body", "_extra", "_held", "_owner", "_reader", "_responder", "_strip_usage", "answer",
+        "_body", "_field", "_held", "_owner", "_reader", "_receipt", "_responder", "_strip_usage", "answer",
         "at_s", "began", "counted", "exchange", "first_at_s", "head", "last_at_s", "streaming",
     )  # fmt: skip
 
@@ -89,16 +89,17 @@ class AnswerLeg:
         self,
         owner: AnswerOwner,
         responder: Responder,
-        extra: Headers,
+        receipt: bytes,
         field: str,
         *,
         strip_usage: bool,
     ) -> None:
         self._owner = owner
         self._responder = responder
-        self._extra = extra
+        self._receipt = receipt
         self._strip_usage = strip_usage
-        self._reader = StreamReader(field)
+        self._field = field
+        self._reader: StreamReader | None = None
         self._body: list[bytes] = []
         self._held = b""
         self.exchange: Exchange | None = None
@@ -122,6 +123,8 @@ class AnswerLeg:
         self.at_s = at_s
         kind = head.get(b"content-type")
         self.streaming = kind is not None and kind.startswith(b"text/event-stream")
+        if self.streaming:
+            self._reader = StreamReader(self._field)
 
     def on_body(self, data: bytes, at_s: float) -> None:
         self.at_s = at_s
@@ -159,6 +162,7 @@ class AnswerLeg:
                 self.first_at_s = self.last_at_s = at_s
         elif b'"choices":[{' in data or carries_token(data):
             self.last_at_s = at_s
+        assert self._reader is not None
         self._reader.feed(data)
         if self._strip_usage and b'"usage"' in data:
             data = without_usage(data)
@@ -170,7 +174,7 @@ class AnswerLeg:
         assert self.head is not None
         self.began = True
         self._responder.on_writable = self._go_on
-        self._responder.start(self.head.status, self._extra + response_headers(self.head))
+        self._responder.start(self.head.status, (), self._receipt + response_lines(self.head))
 
     def _go_on(self) -> None:
         if self.exchange is not None:
@@ -189,6 +193,7 @@ class AnswerLeg:
         held, self._held = self._held, b""
         if held or not self.began:
             self._pass_on(held, at_s)
+        assert self._reader is not None
         self.answer = self._reader.end()
         self.counted = self._reader.counted
         self._responder.end()
@@ -197,7 +202,7 @@ class AnswerLeg:
         assert self.head is not None
         self.began = True
         body = b"".join(self._body)
-        self._responder.send(self.head.status, body, self._extra + response_headers(self.head))
+        self._responder.send(self.head.status, body, (), self._receipt + response_lines(self.head))
         self.first_at_s = self.last_at_s = at_s
         if self.head.status == 200:
             self.answer, self.counted = read_whole(body)

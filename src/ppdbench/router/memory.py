@@ -1,6 +1,6 @@
 """What the router remembers of conversations: a bounded table of notes in shared memory.
 
-All workers map the same bytes, so a turn may reach any of them. A note is 48 bytes under a 128-bit
+All workers map the same bytes, so a turn may reach any of them. A note is 40 bytes under a 128-bit
 key; eight share a bucket and the longest unused of a full bucket goes. Nobody takes a lock: a note
 carries a checksum, and one that was torn by two writers reads as unknown, which is always safe.
 """
@@ -8,13 +8,13 @@ carries a checksum, and one that was torn by two writers reads as unknown, which
 from __future__ import annotations
 
 import struct
-import zlib
 from mmap import mmap
 from typing import NamedTuple
+from zlib import crc32
 
 KEY_BYTES = 16
 _WAYS = 8
-_BODY = struct.Struct("<QIIIHHII")
+_BODY = struct.Struct("<QIIIHHIII")
 _CHECKED_BYTES = _BODY.size
 _NOTE_BYTES = _CHECKED_BYTES + 4
 _KEYS_BYTES = _WAYS * KEY_BYTES
@@ -34,6 +34,7 @@ SPLIT = 4
 """… and they live on different nodes, so the note names no home."""
 
 _DIRECTORY = 8
+_FLAGS_AT = 7
 
 
 class Note(NamedTuple):
@@ -41,7 +42,7 @@ class Note(NamedTuple):
 
     ``context_tokens`` is the server's count up to here, ``size`` the client-side length
     (characters or tokens), ``used_s`` seconds of the memory's clock, ``epoch`` the incarnation
-    of the home that computed it.
+    of the home that computed it. ``check`` hashes the history where the key does not.
     """
 
     conversation: int
@@ -52,6 +53,7 @@ class Note(NamedTuple):
     turn: int
     epoch: int
     flags: int
+    check: int = 0
 
 
 class Memory:
@@ -97,12 +99,6 @@ class Memory:
         note = Note._make(_BODY.unpack_from(raw))
         return None if note.flags & _DIRECTORY else note
 
-    def touch(self, key: bytes, now_s: int) -> None:
-        """The note was of use, so it goes later."""
-        note = self.get(key)
-        if note is not None:
-            self.put(key, note._replace(used_s=now_s))
-
     def put(self, key: bytes, note: Note) -> None:
         """Write or overwrite."""
         self._write(key, _BODY.pack(*note), note.used_s)
@@ -110,7 +106,7 @@ class Memory:
     def sizes(self, key: bytes) -> tuple[int, ...]:
         """Lengths of raw histories that pass through the border ``key``, newest first."""
         raw = self._read(key)
-        if raw is None or not _BODY.unpack_from(raw)[-1] & _DIRECTORY:
+        if raw is None or not _BODY.unpack_from(raw)[_FLAGS_AT] & _DIRECTORY:
             return ()
         return tuple(size for size in _sizes_in(raw) if size)
 
@@ -120,14 +116,11 @@ class Memory:
         self._write(key, _directory([size, *known], now_s), now_s)
 
     def _bucket(self, key: bytes) -> int:
-        index = int.from_bytes(key[:4], "little") & self._mask
-        return self._offset + index * _BUCKET_BYTES
+        return self._offset + (int.from_bytes(key[:4], "little") & self._mask) * _BUCKET_BYTES
 
     def _way(self, bucket: int, key: bytes) -> int | None:
-        at = self._buffer.find(key, bucket, bucket + _KEYS_BYTES)
-        if at < 0 or (at - bucket) % KEY_BYTES:
-            return None
-        return (at - bucket) // KEY_BYTES
+        at = self._buffer.find(key, bucket, bucket + _KEYS_BYTES) - bucket
+        return None if at < 0 or at % KEY_BYTES else at // KEY_BYTES
 
     def _read(self, key: bytes) -> bytes | None:
         bucket = self._bucket(key)
@@ -135,11 +128,11 @@ class Memory:
         if way is None:
             return None
         start = bucket + _KEYS_BYTES + way * _NOTE_BYTES
-        raw = self._buffer[start : start + _NOTE_BYTES]
-        if _CRC.unpack_from(raw, _CHECKED_BYTES)[0] != zlib.crc32(raw[:_CHECKED_BYTES], key[0]):
+        body = self._buffer[start : start + _CHECKED_BYTES]
+        if _CRC.unpack_from(self._buffer, start + _CHECKED_BYTES)[0] != crc32(body, key[0]):
             self.torn += 1
             return None
-        return raw
+        return body
 
     def _write(self, key: bytes, body: bytes, now_s: int) -> None:
         bucket = self._bucket(key)
@@ -147,7 +140,7 @@ class Memory:
         if way is None:
             way = self._free_way(bucket, now_s)
         start = bucket + _KEYS_BYTES + way * _NOTE_BYTES
-        self._buffer[start : start + _NOTE_BYTES] = body + _CRC.pack(zlib.crc32(body, key[0]))
+        self._buffer[start : start + _NOTE_BYTES] = body + _CRC.pack(crc32(body, key[0]))
         self._buffer[bucket + way * KEY_BYTES : bucket + (way + 1) * KEY_BYTES] = key
 
     def _free_way(self, bucket: int, now_s: int) -> int:
@@ -170,9 +163,9 @@ class Memory:
 def _directory(sizes: list[int], now_s: int) -> bytes:
     """A note body whose fields hold up to four sizes; ``used_s`` and ``flags`` keep their place."""
     four = [*sizes, 0, 0, 0, 0][:4]
-    return _BODY.pack(four[0] | four[1] << 32, four[2], four[3], now_s, 0, 0, 0, _DIRECTORY)
+    return _BODY.pack(four[0] | four[1] << 32, four[2], four[3], now_s, 0, 0, 0, _DIRECTORY, 0)
 
 
 def _sizes_in(raw: bytes) -> tuple[int, ...]:
-    first_two, third, fourth, *_ = _BODY.unpack_from(raw)
+    first_two, third, fourth, *_ = _BODY.unpack(raw)
     return (first_two & 0xFFFFFFFF, first_two >> 32, third, fourth)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from ppdbench.core.decision import Route
-from ppdbench.router.board import Board
+from ppdbench.router.board import Board, Tally
 
 REASONS = (
     "turn1", "cold", "replica", "policy", "role", "share", "threshold", "table", "outside",
@@ -42,14 +42,29 @@ class Metrics:
 
     def __init__(self, board: Board) -> None:
         self.board = board
+        self.in_flight = board.tally("in_flight")
+        self._routes = {
+            (route.value, reason): board.tally(f"route:{route}:{reason}")
+            for route in Route
+            for reason in REASONS
+        }
+        self._outcomes = {outcome: board.tally(f"outcome:{outcome}") for outcome in OUTCOMES}
+        self._histograms = {name: _histogram(board, name) for name in HISTOGRAMS}
 
-    def route(self, route: Route, reason: str) -> None:
-        reason = reason if reason in REASONS else "other"
-        self.board.add(f"route:{route}:{reason}")
+    def route(self, route: Route, reason: str) -> Tally:
+        """The count of turns that went this way; of a reason's words the first one counts."""
+        word = reason.partition(",")[0]
+        return self._routes[route.value, word if word in REASONS else "other"]
 
     def outcome(self, outcome: str) -> None:
-        self.board.add(f"outcome:{outcome}")
+        self._outcomes[outcome].add()
 
     def observe(self, name: str, seconds: float) -> None:
-        self.board.add(f"{name}:{bisect_left(SECONDS, seconds)}")
-        self.board.add(f"{name}:sum", seconds)
+        buckets, total = self._histograms[name]
+        buckets[bisect_left(SECONDS, seconds)].add()
+        total.add(seconds)
+
+
+def _histogram(board: Board, name: str) -> tuple[tuple[Tally, ...], Tally]:
+    buckets = tuple(board.tally(f"{name}:{at}") for at in range(len(SECONDS) + 1))
+    return buckets, board.tally(f"{name}:sum")

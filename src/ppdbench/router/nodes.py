@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ppdbench.cluster.contract import ClusterSpec, Node
 from ppdbench.core.topology import NodeSpec, Role
 from ppdbench.http.messages import Headers, Origin
-from ppdbench.router.board import Board
+from ppdbench.router.board import Board, Tally
 
 PER_NODE = (
     "running", "prefill_tokens", "requests", "failures", "epoch", "loss_idle_s", "loss_until_s",
@@ -28,29 +28,21 @@ class Upstream:
     """
 
     index: int
+    name: str
+    role: Role
     node: Node
     spec: NodeSpec
     origin: Origin
     authority: bytes
     authorization: bytes
     board: Board
+    running: Tally
+    prefill_tokens: Tally
+    requests: Tally
+    failures: Tally
     alive: bool = True
     strikes: int = 0
     progress_at_s: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return self.node.name
-
-    @property
-    def role(self) -> Role:
-        return self.node.role
-
-    def add(self, what: str, amount: float = 1.0) -> None:
-        self.board.add(f"{what}:{self.node.name}", amount)
-
-    def total(self, what: str) -> float:
-        return self.board.total(f"{what}:{self.node.name}")
 
     def shared(self, what: str) -> float:
         return self.board.shared(f"{what}:{self.node.name}")
@@ -97,12 +89,18 @@ def _upstream(at: int, node: Node, board: Board) -> Upstream:
     lines = (f"{name.lower()}: {value}\r\n" for name, value in node.headers().items())
     return Upstream(
         index=at,
+        name=node.name,
+        role=node.role,
         node=node,
         spec=NodeSpec(node.name, node.role),
         origin=origin,
         authority=origin.authority.encode(),
         authorization="".join(lines).encode(),
         board=board,
+        running=board.tally(f"running:{node.name}"),
+        prefill_tokens=board.tally(f"prefill_tokens:{node.name}"),
+        requests=board.tally(f"requests:{node.name}"),
+        failures=board.tally(f"failures:{node.name}"),
     )
 
 

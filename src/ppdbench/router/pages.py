@@ -12,11 +12,11 @@ from prometheus_client.metrics_core import Metric
 
 from ppdbench.core.decision import Route
 from ppdbench.http.errors import HttpError
-from ppdbench.http.messages import Request, Response
+from ppdbench.http.messages import Headers, Request, Response
 from ppdbench.router.metrics import HISTOGRAMS, OUTCOMES, PLAIN, REASONS, SECONDS
 from ppdbench.router.nodes import Upstream, Upstreams
 from ppdbench.router.turns import Services
-from ppdbench.router.wire import error_body, request_headers, response_headers
+from ppdbench.router.wire import error_body, request_lines, response_lines
 
 DECISIONS_SHOWN = 100
 GAUGES = frozenset({"in_flight", "drift_alarm"})
@@ -109,7 +109,7 @@ class Pages:
         alone = [node for node in self._upstreams.homes if node.alive]
         if not alone:
             return _error(501, f"{request.path} needs a living R, D or pD node", "NotImplemented")
-        alone.sort(key=lambda node: (not node.role.needs_prefill_node, node.total("running")))
+        alone.sort(key=lambda node: (not node.role.needs_prefill_node, node.running.total()))
         try:
             return _passed_on(await self._ask(alone[0], request, await request.read()))
         except HttpError as error:
@@ -118,8 +118,7 @@ class Pages:
     async def _ask(self, node: Upstream, request: web.Request, body: bytes) -> Response:
         raw = tuple((name.lower(), value) for name, value in request.raw_headers)
         keep = not self._services.config.client_keys
-        lines = request_headers(raw, keep_authorization=keep).split(b"\r\n")[:-1]
-        headers = tuple((n, v) for n, _, v in (line.partition(b": ") for line in lines))
+        headers = _pairs(request_lines(raw, keep_authorization=keep))
         return await self._services.pool.fetch(
             node.origin,
             Request(request.method, request.raw_path, node.authorization_pair + headers, body),
@@ -128,8 +127,14 @@ class Pages:
 
 
 def _passed_on(answer: Response) -> web.Response:
-    headers = [(n.decode("latin-1"), v.decode("latin-1")) for n, v in response_headers(answer.head)]
+    pairs = _pairs(response_lines(answer.head))
+    headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in pairs]
     return web.Response(status=answer.head.status, body=answer.body, headers=headers)
+
+
+def _pairs(lines: bytes) -> Headers:
+    split = (line.partition(b": ") for line in lines.split(b"\r\n")[:-1])
+    return tuple((name, value) for name, _, value in split)
 
 
 def _error(status: int, message: str, kind: str) -> web.Response:
@@ -144,8 +149,8 @@ def _node(node: Upstream) -> dict[str, Any]:
         "role": node.role.value,
         "url": node.node.url,
         "alive": node.alive,
-        "running": int(node.total("running")),
-        "prefill_tokens": int(node.total("prefill_tokens")),
+        "running": int(node.running.total()),
+        "prefill_tokens": int(node.prefill_tokens.total()),
         "epoch": node.epoch,
     }
 
@@ -192,7 +197,7 @@ class _BoardCollector:
             kind = CounterMetricFamily if what in ("requests", "failures") else GaugeMetricFamily
             family = kind(f"ppd_node_{what}", f"{what} by node", labels=["node"])
             for node in self._upstreams.all:
-                family.add_metric([node.name], node.total(what))
+                family.add_metric([node.name], getattr(node, what).total())
             yield family
         alive = GaugeMetricFamily("ppd_node_alive", "As this worker sees it", labels=["node"])
         for node in self._upstreams.all:

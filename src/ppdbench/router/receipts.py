@@ -3,23 +3,64 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections import deque
 from mmap import mmap
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import orjson
+
+from ppdbench.router.answer import Counted
+from ppdbench.router.choose import Plan
 
 SLOTS = 512
 SLOT_BYTES = 1024
 _HEAD = struct.Struct("<dI")
 
 
-class Receipts:
-    """A ring of :data:`SLOTS` receipts per worker. ``record`` writes only this worker's ring.
+class Receipt(NamedTuple):
+    """Why a turn went where it went, and what came of it."""
 
-    A receipt holds counts, names and times, never a prompt's or an answer's text. One that is too
-    long for its slot is left out of the ring, not cut.
+    plan: Plan
+    outcome: str
+    ttft_s: float | None
+    tpot_s: float | None
+    counted: Counted
+    at_s: float
+
+    def document(self) -> dict[str, Any]:
+        """Counts, names and times, never a prompt's or an answer's text."""
+        plan, counted = self.plan, self.counted
+        features, decision = plan.features, plan.decision
+        return {
+            "conversation": f"{plan.speaker.conversation:016x}",
+            "turn": features.turn,
+            "route": decision.route.value,
+            "reason": decision.reason,
+            "node": plan.home.name,
+            "prefill_node": None if plan.prefill is None else plan.prefill.name,
+            "cell": decision.cell,
+            "score": decision.score,
+            "context_tokens": features.context_tokens,
+            "new_tokens": features.new_tokens,
+            "output_tokens": features.output_tokens,
+            "rate_per_s": features.rate_per_s,
+            "running": features.running,
+            "outcome": self.outcome,
+            "ttft_s": self.ttft_s,
+            "tpot_s": self.tpot_s,
+            "counted_prompt_tokens": counted.prompt_tokens,
+            "counted_output_tokens": counted.output_tokens,
+            "cached_tokens": counted.cached_tokens,
+        }
+
+
+class Receipts:
+    """A ring of :data:`SLOTS` receipts per worker; only its own worker writes it.
+
+    ``record`` only keeps a receipt; :meth:`flush`, a few times a second, writes those that would
+    still be in the ring. With a log each one is written at once. One too long for its slot is
+    left out of the ring, not cut.
     """
 
     def __init__(
@@ -30,17 +71,26 @@ class Receipts:
         self._workers = workers
         self._base = offset + worker * SLOTS * SLOT_BYTES
         self._next = 0
+        self._pending: deque[Receipt] = deque(maxlen=SLOTS)
         self._log: IO[bytes] | None = None if log is None else log.open("ab", buffering=0)
 
     @staticmethod
     def bytes_for(workers: int) -> int:
         return workers * SLOTS * SLOT_BYTES
 
-    def record(self, receipt: Mapping[str, Any], at_s: float) -> None:
+    def record(self, receipt: Receipt) -> None:
         """Keep a receipt."""
-        raw = orjson.dumps(receipt)
+        self._pending.append(receipt)
         if self._log is not None:
-            self._log.write(raw + b"\n")
+            self._log.write(orjson.dumps(receipt.document()) + b"\n")
+
+    def flush(self) -> None:
+        """Show the other workers what is kept."""
+        while self._pending:
+            receipt = self._pending.popleft()
+            self._write(orjson.dumps(receipt.document()), receipt.at_s)
+
+    def _write(self, raw: bytes, at_s: float) -> None:
         if len(raw) > SLOT_BYTES - _HEAD.size:
             return
         start = self._base + self._next * SLOT_BYTES
@@ -49,6 +99,7 @@ class Receipts:
 
     def latest(self, limit: int) -> list[dict[str, Any]]:
         """The newest first. A slot that is being written is left out."""
+        self.flush()
         found = []
         for at in range(self._workers * SLOTS):
             start = self._offset + at * SLOT_BYTES

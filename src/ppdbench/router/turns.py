@@ -21,19 +21,20 @@ from ppdbench.http.client import Exchange, Pool
 from ppdbench.http.errors import CancelledExchangeError, HttpError
 from ppdbench.http.messages import Head, Headers
 from ppdbench.http.server import Incoming, Responder
+from ppdbench.router.answer import NOTHING
 from ppdbench.router.choose import Chooser, NoNodeError, Plan
 from ppdbench.router.config import RouterConfig
 from ppdbench.router.health import Health
 from ppdbench.router.legs import AnswerLeg, WholeLeg
 from ppdbench.router.metrics import Metrics
 from ppdbench.router.nodes import Upstream
-from ppdbench.router.receipts import Receipts
+from ppdbench.router.receipts import Receipt, Receipts
 from ppdbench.router.wire import (
     error_body,
-    receipt_headers,
+    receipt_lines,
     render,
-    request_headers,
-    response_headers,
+    request_lines,
+    response_lines,
     spliced,
 )
 
@@ -115,7 +116,7 @@ class TurnInFlight:
         """Plan and send."""
         services = self._services
         services.turns.add(self)
-        services.metrics.board.add("in_flight")
+        services.metrics.in_flight.add()
         self._responder.on_gone = self._client_gone
         try:
             self._body = parse_body(self._incoming.body)
@@ -126,7 +127,7 @@ class TurnInFlight:
             self._refuse(503, str(error), "ServiceUnavailableError", "no_node")
         else:
             keep = not services.config.client_keys
-            self._headers = request_headers(self._incoming.headers, keep_authorization=keep)
+            self._headers = request_lines(self._incoming.headers, keep_authorization=keep)
             self._send()
 
     def overdue(self, now_s: float) -> bool:
@@ -149,7 +150,7 @@ class TurnInFlight:
             self._body, incoming.get(SESSION_HEADER), now_s, self._forced_route()
         )
         self.decide_s = time.perf_counter() - started_s
-        services.metrics.route(plan.decision.route, plan.decision.reason)
+        services.metrics.route(plan.decision.route, plan.decision.reason).add()
         return plan
 
     def _forced_route(self) -> Route | None:
@@ -174,14 +175,14 @@ class TurnInFlight:
 
     def _ask_prefill(self, plan: Plan, node: Upstream) -> None:
         self._took_prefill_tokens = plan.features.context_tokens + plan.features.new_tokens
-        node.add("prefill_tokens", self._took_prefill_tokens)
+        node.prefill_tokens.add(self._took_prefill_tokens)
         self._whole = WholeLeg(self._prefill_answered, self._prefill_failed)
         body = orjson.dumps(prefill_body(self._body))
         self._start(node, body, self._whole, self._services.config.timeouts.prefill_s)
 
     def _ask_home(self, plan: Plan, extra: dict[str, Any]) -> None:
         extra, strip = self._with_usage(extra)
-        receipt = receipt_headers(plan.decision, plan.home.name)
+        receipt = receipt_lines(plan.decision, plan.home.name)
         field_name = TEXT_FIELDS[self._incoming.path]
         self._leg = AnswerLeg(self, self._responder, receipt, field_name, strip_usage=strip)
         body = spliced(self._incoming.body, self._body, extra)
@@ -200,7 +201,7 @@ class TurnInFlight:
     def _start(
         self, node: Upstream, body: bytes, sink: WholeLeg | AnswerLeg, limit_s: float
     ) -> None:
-        node.add("requests")
+        node.requests.add()
         self.deadline_s = time.monotonic() + limit_s
         wire = render(node, "POST", self._incoming.target, self._headers, body)
         self._exchange = self._services.pool.start_raw(node.origin, wire, sink)
@@ -224,8 +225,8 @@ class TurnInFlight:
     def _prefill_refused(self, plan: Plan, node: Upstream, head: Head, raw: bytes) -> None:
         if head.status >= 500 and self._try_again({node.name}):
             return
-        extra = receipt_headers(plan.decision, node.name)
-        self._responder.send(head.status, raw, extra + response_headers(head))
+        lines = receipt_lines(plan.decision, node.name) + response_lines(head)
+        self._responder.send(head.status, raw, (), lines)
         self._finish("upstream_5xx" if head.status >= 500 else "upstream_4xx")
 
     def _prefill_failed(self, error: HttpError) -> None:
@@ -238,7 +239,7 @@ class TurnInFlight:
 
     def _leave_prefill(self, plan: Plan) -> Upstream:
         assert plan.prefill is not None
-        plan.prefill.add("prefill_tokens", -self._took_prefill_tokens)
+        plan.prefill.prefill_tokens.add(-self._took_prefill_tokens)
         self._took_prefill_tokens = 0
         self._whole = None
         return plan.prefill
@@ -332,9 +333,9 @@ class TurnInFlight:
 
     def _refuse(self, status: int, message: str, kind: str, outcome: str) -> None:
         headers = JSON if status < 500 else RETRY_SOON
-        if self._plan is not None:
-            headers += receipt_headers(self._plan.decision, self._plan.home.name)
-        self._responder.send(status, error_body(message, kind, status), headers)
+        plan = self._plan
+        lines = b"" if plan is None else receipt_lines(plan.decision, plan.home.name)
+        self._responder.send(status, error_body(message, kind, status), headers, lines)
         self._finish(outcome)
 
     def _finish(self, outcome: str) -> None:
@@ -344,7 +345,7 @@ class TurnInFlight:
         self.outcome = outcome
         services = self._services
         services.turns.discard(self)
-        services.metrics.board.add("in_flight", -1)
+        services.metrics.in_flight.add(-1)
         self._run_on(None)
         services.metrics.outcome(outcome)
         if self._plan is not None:
@@ -353,9 +354,9 @@ class TurnInFlight:
     def _run_on(self, node: Upstream | None) -> None:
         """Count the turn as running on ``node`` and nowhere else."""
         if self._running_on is not None:
-            self._running_on.add("running", -1)
+            self._running_on.running.add(-1)
         if node is not None:
-            node.add("running")
+            node.running.add()
         self._running_on = node
 
     @property
@@ -377,8 +378,9 @@ class TurnInFlight:
             ttft_s = leg.first_at_s - self._incoming.received_at_s
             services.metrics.observe("ttft_s", ttft_s)
             tpot_s = _tpot_s(leg)
+        counted = NOTHING if leg is None else leg.counted
         services.receipts.record(
-            _receipt(plan, self.outcome, leg, ttft_s, tpot_s), self._incoming.received_at_s
+            Receipt(plan, self.outcome, ttft_s, tpot_s, counted, self._incoming.received_at_s)
         )
 
 
@@ -390,38 +392,6 @@ def _tpot_s(leg: AnswerLeg) -> float | None:
     if leg.first_at_s is None or leg.last_at_s is None:
         return None
     return (leg.last_at_s - leg.first_at_s) / (tokens - 1)
-
-
-def _receipt(
-    plan: Plan,
-    outcome: str,
-    leg: AnswerLeg | None,
-    ttft_s: float | None,
-    tpot_s: float | None,
-) -> dict[str, Any]:
-    """Why a turn went where it went, and what came of it."""
-    features, decision = plan.features, plan.decision
-    return {
-        "conversation": f"{plan.speaker.conversation:016x}",
-        "turn": features.turn,
-        "route": decision.route.value,
-        "reason": decision.reason,
-        "node": plan.home.name,
-        "prefill_node": plan.prefill.name if plan.prefill is not None else None,
-        "cell": decision.cell,
-        "score": decision.score,
-        "context_tokens": features.context_tokens,
-        "new_tokens": features.new_tokens,
-        "output_tokens": features.output_tokens,
-        "rate_per_s": features.rate_per_s,
-        "running": features.running,
-        "outcome": outcome,
-        "ttft_s": ttft_s,
-        "tpot_s": tpot_s,
-        "counted_prompt_tokens": leg.counted.prompt_tokens if leg else None,
-        "counted_output_tokens": leg.counted.output_tokens if leg else None,
-        "cached_tokens": leg.counted.cached_tokens if leg else None,
-    }
 
 
 def _ignore(*_: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -18,54 +18,51 @@ _HOP_BY_HOP = frozenset(
         b"content-length",
     }
 )  # fmt: skip
+_PLAIN_CONNECTION = frozenset({b"keep-alive", b"close"})
 _NOT_SENT_ON = _HOP_BY_HOP | {b"host", b"expect", b"accept-encoding", b"http2-settings"}
 """The answer must come uncompressed, or nobody could count it."""
 
 
-def request_headers(headers: Headers, *, keep_authorization: bool) -> bytes:
+def request_lines(headers: Headers, *, keep_authorization: bool) -> bytes:
     """A client's headers as lines for a node. Keys that open the router do not travel on."""
-    named = _named_by_connection(headers)
-    return b"".join(
-        b"%b: %b\r\n" % (name, value)
-        for name, value in headers
-        if name not in _NOT_SENT_ON
-        and name not in named
-        and not name.startswith(b"x-ppd-")
-        and (keep_authorization or name != b"authorization")
-    )
-
-
-def response_headers(head: Head) -> Headers:
-    """A node's headers as the client gets them."""
-    lowered = tuple((name.lower(), value) for name, value in head.headers)
-    named = _named_by_connection(lowered)
-    return tuple(
-        pair
-        for pair in lowered
-        if pair[0] not in _HOP_BY_HOP and pair[0] not in named and pair[0][:6] != b"x-ppd-"
-    )
-
-
-def _named_by_connection(headers: Headers) -> frozenset[bytes]:
-    """Names that a ``connection`` header makes hop-by-hop."""
+    kept = b""
     for name, value in headers:
-        if name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
-            return frozenset(part.strip().lower() for part in value.split(b","))
-    return frozenset()
+        if name in _NOT_SENT_ON:
+            if name == b"connection" and value.lower() not in _PLAIN_CONNECTION:
+                return request_lines(_less_named(headers), keep_authorization=keep_authorization)
+        elif name[:6] != b"x-ppd-" and (keep_authorization or name != b"authorization"):
+            kept += b"%b: %b\r\n" % (name, value)
+    return kept
+
+
+def response_lines(head: Head) -> bytes:
+    """A node's headers as lines for the client."""
+    kept = b""
+    for name, value in head.headers:
+        lower = name.lower()
+        if lower in _HOP_BY_HOP:
+            if lower == b"connection" and value.lower() not in _PLAIN_CONNECTION:
+                lowered = tuple((name.lower(), value) for name, value in head.headers)
+                return response_lines(Head(head.status, head.reason, _less_named(lowered)))
+        elif lower[:6] != b"x-ppd-":
+            kept += b"%b: %b\r\n" % (lower, value)
+    return kept
+
+
+def _less_named(headers: Headers) -> Headers:
+    """``headers`` without ``connection`` and without those that it makes hop-by-hop."""
+    values = [value for name, value in headers if name == b"connection"]
+    named = {part.strip().lower() for value in values for part in value.split(b",")}
+    named.add(b"connection")
+    return tuple(pair for pair in headers if pair[0] not in named)
 
 
 def render(upstream: Upstream, method: str, target: str, headers: bytes, body: bytes) -> bytes:
     """A request on the wire."""
-    return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b%bcontent-length: %d\r\n\r\n%b" % (
-        method.encode(),
-        upstream.origin.path.encode(),
-        target.encode("latin-1"),
-        upstream.authority,
-        upstream.authorization,
-        headers,
-        len(body),
-        body,
-    )
+    first = f"{method} {upstream.origin.path}{target} HTTP/1.1\r\nhost: ".encode("latin-1")
+    return b"%b%b\r\n%b%bcontent-length: %d\r\n\r\n%b" % (
+        first, upstream.authority, upstream.authorization, headers, len(body), body,
+    )  # fmt: skip
 
 
 def spliced(raw: bytes, body: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
@@ -80,18 +77,15 @@ def spliced(raw: bytes, body: Mapping[str, Any], extra: Mapping[str, Any]) -> by
     return raw[: raw.rindex(b"}")] + b"," + orjson.dumps(extra)[1:]
 
 
-def receipt_headers(decision: Decision, node: str) -> Headers:
-    """What the client may know about why its turn went where it went."""
-    headers = [
-        (b"x-ppd-route", decision.route.value.encode()),
-        (b"x-ppd-node", node.encode()),
-        (b"x-ppd-reason", decision.reason.encode()),
-    ]
+def receipt_lines(decision: Decision, node: str) -> bytes:
+    """What the client may know about why its turn went where it went, as header lines."""
+    lines = f"x-ppd-route: {decision.route.value}\r\nx-ppd-node: {node}\r\n"
+    lines += f"x-ppd-reason: {decision.reason}\r\n"
     if decision.cell is not None:
-        headers.append((b"x-ppd-cell", b"%d" % decision.cell))
+        lines += f"x-ppd-cell: {decision.cell}\r\n"
     if decision.score is not None:
-        headers.append((b"x-ppd-score", f"{decision.score:.4f}".encode()))
-    return tuple(headers)
+        lines += f"x-ppd-score: {decision.score:.4f}\r\n"
+    return lines.encode()
 
 
 def error_body(message: str, kind: str, status: int) -> bytes:
@@ -104,8 +98,3 @@ def error_body(message: str, kind: str, status: int) -> bytes:
 def error_event(message: str, kind: str, status: int) -> bytes:
     """The same inside a stream that has begun."""
     return b"data: " + error_body(message, kind, status) + b"\n\n"
-
-
-def header_of(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
-    """The first value of lower-case ``name``."""
-    return next((value for key, value in headers if key == name), None)

@@ -99,7 +99,7 @@ class Router:
             self._control.handle(incoming, responder)
         elif self.draining:
             _refuse(responder, 503, "the router is shutting down", "ServiceUnavailableError")
-        elif self.services.metrics.board.total("in_flight") >= self.config.max_in_flight:
+        elif self.services.metrics.in_flight.total() >= self.config.max_in_flight:
             self.services.metrics.outcome("refused")
             _refuse(responder, 429, "too many requests in flight", "RateLimitError")
         else:
@@ -119,6 +119,7 @@ class Router:
         """End turns whose phase takes too long."""
         while True:
             await asyncio.sleep(SWEEP_EVERY_S)
+            self.services.receipts.flush()
             now_s = time.monotonic()
             for turn in [turn for turn in self.services.turns if turn.overdue(now_s)]:
                 turn.give_up()
