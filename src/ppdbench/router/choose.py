@@ -14,6 +14,7 @@ from ppdbench.policy.placement import Placement, least_loaded
 from ppdbench.policy.rules import COLD, decide
 from ppdbench.router.answer import Counted
 from ppdbench.router.board import ArrivalRate
+from ppdbench.router.drift import Drift
 from ppdbench.router.estimate import Estimates
 from ppdbench.router.identity import (
     Answer,
@@ -59,20 +60,33 @@ class Plan(NamedTuple):
     home: Upstream
     prefill: Upstream | None
     holds_kv: bool
+    shadow: Decision | None = None
 
 
 class Chooser:
     """Plans turns with one policy over shared memory; reads only the clock it is given."""
 
     def __init__(
-        self, upstreams: Upstreams, policy: Policy, memory: Memory, rate: ArrivalRate
+        self,
+        upstreams: Upstreams,
+        policy: Policy,
+        memory: Memory,
+        rate: ArrivalRate,
+        shadow: Policy | None = None,
     ) -> None:
-        self.policy = policy
         self.memory = memory
+        self.use(policy, shadow)
         self._upstreams = upstreams
         self._rate = rate
         self._estimates: dict[str, Estimates] = {}
         self._placement = Placement(node.spec for node in upstreams.homes)
+
+    def use(self, policy: Policy, shadow: Policy | None = None) -> None:
+        """Decide by ``policy`` from now on; ``shadow`` is asked too and obeyed by nobody."""
+        self.policy = policy
+        self.shadow = shadow
+        table = getattr(policy, "table", None)
+        self.drift = None if table is None else Drift(table)
 
     def estimates(self, body: Mapping[str, Any]) -> Estimates:
         """One set per model; a flood of unknown names shares one."""
@@ -101,13 +115,19 @@ class Chooser:
             self._rate.count(now_s)
         home, holds_kv = self._home(speaker.found, now_s)
         features = self._features(body, speaker, home, holds_kv=holds_kv, now_s=now_s)
+        shadow = None
         if _needs_one_node(body) and home.role is not Role.R:
             decision = ALONE
         elif forced is not None:
             decision = Decision(forced, "override")
         else:
             decision = decide(self.policy, features, home.role, holds_kv=holds_kv)
-        return Plan(decision, features, speaker, home, self._prefill_for(decision), holds_kv)
+            if self.drift is not None:
+                decision = self.drift.corrected(decision, now_s)
+            if self.shadow is not None:
+                shadow = decide(self.shadow, features, home.role, holds_kv=holds_kv)
+        prefill = self._prefill_for(decision)
+        return Plan(decision, features, speaker, home, prefill, holds_kv, shadow)
 
     def again(self, plan: Plan, without: Collection[str]) -> Plan:
         """The plan after its nodes in ``without`` broke: another P, or another home and so cold.

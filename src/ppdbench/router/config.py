@@ -53,7 +53,6 @@ class RouterConfig:
     client_keys: tuple[str, ...] = field(default=(), repr=False)
     decisions_log: Path | None = None
     state_file: Path | None = None
-    tokenizer: Path | None = None
     timeouts: Timeouts = Timeouts()
     health: HealthRule = HealthRule()
     drain_s: float = 30.0

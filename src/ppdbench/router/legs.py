@@ -18,6 +18,7 @@ from ppdbench.router.answer import (
     without_usage,
 )
 from ppdbench.router.identity import Answer
+from ppdbench.router.nodes import Upstream
 from ppdbench.router.wire import error_event, response_lines
 
 TAIL_LIMIT_BYTES = 1024 * 1024
@@ -81,14 +82,16 @@ class AnswerLeg:
     """
 
     __slots__ = (
-        "_body", "_field", "_held", "_owner", "_reader", "_receipt", "_responder", "_strip_usage", "answer",
-        "at_s", "began", "counted", "exchange", "first_at_s", "head", "last_at_s", "streaming",
+        "_body", "_field", "_held", "_node", "_owner", "_reader", "_receipt", "_responder",
+        "_strip_usage", "answer", "at_s", "began", "counted", "exchange", "first_at_s", "head",
+        "last_at_s", "streaming",
     )  # fmt: skip
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (a leg is told all at once)
         self,
         owner: AnswerOwner,
         responder: Responder,
+        node: Upstream,
         receipt: bytes,
         field: str,
         *,
@@ -96,6 +99,7 @@ class AnswerLeg:
     ) -> None:
         self._owner = owner
         self._responder = responder
+        self._node = node
         self._receipt = receipt
         self._strip_usage = strip_usage
         self._field = field
@@ -127,7 +131,7 @@ class AnswerLeg:
             self._reader = StreamReader(self._field)
 
     def on_body(self, data: bytes, at_s: float) -> None:
-        self.at_s = at_s
+        self.at_s = self._node.progress_at_s = at_s
         if not self.streaming:
             self._body.append(data)
             return

@@ -10,6 +10,7 @@ from typing import IO, Any, NamedTuple
 
 import orjson
 
+from ppdbench.core.decision import Decision
 from ppdbench.router.answer import Counted
 from ppdbench.router.choose import Plan
 
@@ -52,7 +53,20 @@ class Receipt(NamedTuple):
             "counted_prompt_tokens": counted.prompt_tokens,
             "counted_output_tokens": counted.output_tokens,
             "cached_tokens": counted.cached_tokens,
+            **_shadow(plan.shadow),
         }
+
+
+def _shadow(decision: Decision | None) -> dict[str, Any]:
+    """What the policy that is only asked would have done."""
+    if decision is None:
+        return {}
+    return {
+        "shadow_route": decision.route.value,
+        "shadow_reason": decision.reason,
+        "shadow_cell": decision.cell,
+        "shadow_score": decision.score,
+    }
 
 
 class Receipts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -12,25 +13,12 @@ import uvloop
 
 from ppdbench.core.errors import EngineError
 from ppdbench.policy.base import Policy
-from ppdbench.policy.parse import parse_policy
 from ppdbench.router.config import RouterConfig
+from ppdbench.router.policies import Tables, check_policy, load_policy
 from ppdbench.router.shared import Shared, gauge_names, make_buffer
 from ppdbench.router.worker import Router, serve_until_told
 
-
-def load_policy(config: RouterConfig) -> Policy:
-    """The policy that the configuration names.
-
-    Raises:
-        UsageError: an unknown name, or a table that does not fit the cluster.
-    """
-    return parse_policy(config.policy, lambda path: _table_policy(config, path))
-
-
-def _table_policy(config: RouterConfig, path: str) -> Policy:
-    from ppdbench.policy.table import load_table_policy
-
-    return load_table_policy(path, str(config.cluster.topology))
+log = logging.getLogger("ppdbench.router")
 
 
 def run(config: RouterConfig, ready: Callable[[str], None]) -> None:
@@ -41,6 +29,9 @@ def run(config: RouterConfig, ready: Callable[[str], None]) -> None:
         EngineError: the port is taken.
     """
     policy = load_policy(config)
+    shadow = Tables(config).shadow()
+    for warning in asyncio.run(check_policy(policy if shadow is None else shadow, config)):
+        log.warning("%s", warning)
     buffer = make_buffer(config)
     if config.workers == 1:
         _work(config, policy, buffer, 0, ready)

@@ -151,6 +151,8 @@ class TurnInFlight:
         )
         self.decide_s = time.perf_counter() - started_s
         services.metrics.route(plan.decision.route, plan.decision.reason).add()
+        if plan.shadow is not None and plan.shadow.route is not plan.decision.route:
+            services.metrics.board.add("shadow_differs")
         return plan
 
     def _forced_route(self) -> Route | None:
@@ -184,7 +186,9 @@ class TurnInFlight:
         extra, strip = self._with_usage(extra)
         receipt = receipt_lines(plan.decision, plan.home.name)
         field_name = TEXT_FIELDS[self._incoming.path]
-        self._leg = AnswerLeg(self, self._responder, receipt, field_name, strip_usage=strip)
+        self._leg = AnswerLeg(
+            self, self._responder, plan.home, receipt, field_name, strip_usage=strip
+        )
         body = spliced(self._incoming.body, self._body, extra)
         self._start(plan.home, body, self._leg, self._services.config.timeouts.first_byte_s)
         self._leg.exchange = self._exchange
@@ -378,10 +382,19 @@ class TurnInFlight:
             ttft_s = leg.first_at_s - self._incoming.received_at_s
             services.metrics.observe("ttft_s", ttft_s)
             tpot_s = _tpot_s(leg)
+            self._feed_drift(plan, leg, ttft_s)
         counted = NOTHING if leg is None else leg.counted
         services.receipts.record(
             Receipt(plan, self.outcome, ttft_s, tpot_s, counted, self._incoming.received_at_s)
         )
+
+    def _feed_drift(self, plan: Plan, leg: AnswerLeg, ttft_s: float) -> None:
+        """Only a stream shows its first token; what an unstreamed answer took is no TTFT."""
+        drift = self._services.chooser.drift
+        if drift is not None and leg.streaming:
+            now_s = leg.at_s + self._services.clock_offset_s
+            drift.feed(plan.decision, ttft_s, now_s)
+            self._services.metrics.board.put("drift_alarm", float(drift.alarm(now_s)))
 
 
 def _tpot_s(leg: AnswerLeg) -> float | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import hmac
+import logging
 import signal
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Self
 
+from ppdbench.core.errors import PpdError
 from ppdbench.http.client import Pool
 from ppdbench.http.server import Incoming, Responder, Server
 from ppdbench.policy.base import Policy
@@ -21,11 +23,14 @@ from ppdbench.router.health import Health
 from ppdbench.router.metrics import Metrics
 from ppdbench.router.nodes import Upstreams
 from ppdbench.router.pages import make_application
+from ppdbench.router.policies import Tables, check_policy, load_policy
 from ppdbench.router.shared import Shared
 from ppdbench.router.turns import JSON, RETRY_SOON, TEXT_FIELDS, Services, TurnInFlight
 from ppdbench.router.wire import error_body
 
 SWEEP_EVERY_S = 0.25
+WATCH_TABLE_EVERY_S = 1.0
+log = logging.getLogger("ppdbench.router")
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Probes need no key."""
 
@@ -38,7 +43,9 @@ class Router:
         self._shared = shared
         self._pool = Pool()
         self.upstreams = Upstreams(config.cluster, shared.board)
-        chooser = Chooser(self.upstreams, policy, shared.memory, ArrivalRate(shared.board))
+        rate = ArrivalRate(shared.board)
+        self._tables = Tables(config)
+        chooser = Chooser(self.upstreams, policy, shared.memory, rate, self._tables.shadow())
         health = Health(self.upstreams, self._pool, config.health)
         self.services = Services(
             config, self._pool, chooser, health, Metrics(shared.board), shared.receipts
@@ -67,6 +74,7 @@ class Router:
         await self._server.start()
         self._run_beside(self.services.health.watch())
         self._run_beside(self._sweep())
+        self._run_beside(self._watch_tables())
 
     async def close(self) -> None:
         """Stop at once; :meth:`drain` first for a friendly end."""
@@ -124,6 +132,27 @@ class Router:
             for turn in [turn for turn in self.services.turns if turn.overdue(now_s)]:
                 turn.give_up()
 
+    async def reload(self) -> None:
+        """Take the table anew, whole or not at all; a bad file keeps the one in use."""
+        board = self.services.metrics.board
+        try:
+            policy = await asyncio.to_thread(load_policy, self.config)
+            shadow = await asyncio.to_thread(self._tables.shadow)
+            await check_policy(policy if shadow is None else shadow, self.config)
+        except PpdError as error:
+            board.add("reloads_failed")
+            log.error("kept the table in use: %s", error)  # noqa: TRY400  (a sentence, no trace)
+        else:
+            self.services.chooser.use(policy, shadow)
+            board.add("reloads")
+            log.warning("took the table anew: %s", policy.name)
+
+    async def _watch_tables(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_TABLE_EVERY_S)
+            if self._tables.changed():
+                await self.reload()
+
 
 def _refuse(responder: Responder, status: int, message: str, kind: str) -> None:
     headers = RETRY_SOON if status in (429, 503) else JSON
@@ -137,6 +166,14 @@ async def serve_until_told(router: Router, ready: Callable[[str], None]) -> None
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told.set)
     async with router:
+        reloads: set[asyncio.Task[None]] = set()
+
+        def reload() -> None:
+            task = loop.create_task(router.reload())
+            reloads.add(task)
+            task.add_done_callback(reloads.discard)
+
+        loop.add_signal_handler(signal.SIGHUP, reload)
         _settle_collector()
         ready(router.url)
         await told.wait()

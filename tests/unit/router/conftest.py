@@ -14,7 +14,7 @@ from ppdbench.cluster.contract import cluster_from_options
 from ppdbench.http.client import Pool
 from ppdbench.http.messages import Head, Origin, Request
 from ppdbench.router.config import RouterConfig
-from ppdbench.router.run import load_policy
+from ppdbench.router.policies import load_policy
 from ppdbench.router.shared import Shared, make_buffer
 from ppdbench.router.worker import Router
 from ppdbench.testing.fake import FakeEngine

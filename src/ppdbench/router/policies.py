@@ -1,0 +1,72 @@
+"""The policies that a configuration names, and the files that they come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ppdbench.policy.base import Policy
+from ppdbench.policy.parse import parse_policy
+from ppdbench.router.config import RouterConfig
+from ppdbench.router.fitness import check_table
+
+_TABLE = "table:"
+
+
+def load_policy(config: RouterConfig) -> Policy:
+    """The policy that routes.
+
+    Raises:
+        UsageError: an unknown name, or a table that does not fit the cluster.
+    """
+    return _load(config, config.policy)
+
+
+async def check_policy(policy: Policy, config: RouterConfig) -> list[str]:
+    """Hold a table against the live nodes; returns what an operator should read.
+
+    Raises:
+        UsageError: it was measured on something else, and that is not allowed.
+    """
+    table = getattr(policy, "table", None)
+    if table is None:
+        return []
+    return await check_table(table.provenance, config.cluster, allow=config.allow_mismatch)
+
+
+class Tables:
+    """The table files of a configuration and whether they have changed since last asked."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        names = (config.policy, config.shadow or "")
+        self._paths = [Path(n.removeprefix(_TABLE)) for n in names if n.startswith(_TABLE)]
+        self._seen = self._look()
+
+    def shadow(self) -> Policy | None:
+        """The policy that is only asked, read anew."""
+        return None if self._config.shadow is None else _load(self._config, self._config.shadow)
+
+    def changed(self) -> bool:
+        before, self._seen = self._seen, self._look()
+        return before != self._seen
+
+    def _look(self) -> list[tuple[int, int] | None]:
+        return [_stamp(path) for path in self._paths]
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+def _load(config: RouterConfig, name: str) -> Policy:
+    return parse_policy(name, lambda path: _table_policy(config, path))
+
+
+def _table_policy(config: RouterConfig, path: str) -> Policy:
+    from ppdbench.policy.table import load_table_policy
+
+    return load_table_policy(path, str(config.cluster.topology))

@@ -1,0 +1,305 @@
+"""What the client and the nodes see when something breaks."""
+
+from __future__ import annotations
+
+import asyncio
+
+import orjson
+import pytest
+
+from ppdbench.http.messages import Request
+from ppdbench.router.config import HealthRule, Timeouts
+from ppdbench.testing.fake import Fault, FaultKind, Service
+
+USER = [{"role": "user", "content": "hello there, how are you today?"}]
+SLOW = Service(first_token_s=0.02, per_token_s=0.02)
+
+
+def faulty(name: str, fault: Fault, **options):
+    """Engine options: ``fault`` for every request to ``name``."""
+    return lambda node: options | ({"faults": lambda _: fault} if node == name else {})
+
+
+async def until(condition, limit_s: float = 3.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("status", [400, 429, 500, 503])
+async def test_what_p_refuses_reaches_the_client_as_p_said_it(bench_for, status):
+    """A client gets P's status and body, not a 200 and not a 500 of our own."""
+    engine = faulty("p0", Fault(FaultKind.STATUS, status=status))
+    bench = await bench_for("1P_1D", policy="remote", engine=engine)
+
+    reply = await bench.chat(USER, stream=True)
+
+    assert reply.status == status
+    assert reply.json()["error"]["message"] == "scripted failure"
+    assert not bench.engines["d0"].served
+
+
+@pytest.mark.parametrize("fault", [Fault(FaultKind.CLOSE), Fault(FaultKind.STATUS, status=503)])
+async def test_a_p_that_breaks_is_replaced_by_another_once(bench_for, fault):
+    """A 5xx or a closed connection of one P is tried on another before anything was sent."""
+    bench = await bench_for("2P_1D", policy="remote", engine=faulty("p0", fault))
+
+    reply = await bench.chat(USER)
+
+    assert reply.status == 200
+    assert len(bench.engines["p1"].served) == 1
+    assert bench.total("retries") == 1
+
+
+async def test_a_p_that_closes_and_stands_alone_is_a_502(bench_for):
+    """There is nobody else to ask, and the client is told who broke."""
+    bench = await bench_for("1P_1D", policy="remote", engine=faulty("p0", Fault(FaultKind.CLOSE)))
+
+    reply = await bench.chat(USER)
+
+    assert reply.status == 502
+    assert "p0" in reply.json()["error"]["message"]
+    assert bench.total("prefill_tokens:p0") == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_d_that_dies_before_the_first_byte_is_replaced(bench_for, stream):
+    """One retry elsewhere, whole, and P's first hand-off is released."""
+    bench = await bench_for("1P_2D", policy="remote", engine=faulty("d0", Fault(FaultKind.CLOSE)))
+
+    reply = await bench.chat(USER, stream=stream)
+
+    assert (reply.status, reply.node) == (200, "d1")
+    assert len(bench.engines["d1"].served) == 1
+    await until(lambda: not bench.engines["p0"].held)
+
+
+async def test_a_d_that_dies_in_a_stream_gives_an_error_event_and_no_second_text(bench_for):
+    """After the first byte nothing is tried again: the text so far, then an explicit error."""
+    engine = faulty("d0", Fault(FaultKind.BREAK, after_tokens=3), service=SLOW)
+    bench = await bench_for("1P_2D", policy="remote", engine=engine)
+
+    reply = await bench.chat(USER, stream=True)
+
+    assert reply.status == 200
+    events = reply.events()
+    assert events[-1]["error"]["code"] == 502
+    assert sum(1 for event in events if event.get("choices")) <= 4
+    assert b"[DONE]" not in reply.body
+    assert not bench.engines["d1"].served
+
+
+async def test_a_client_that_leaves_cancels_the_stream_at_d(bench_for):
+    """D sees the cancel, and the gauges return to zero."""
+    bench = await bench_for("1P_1D", policy="remote", engine=lambda _: {"service": SLOW})
+
+    await leave_after(bench, 0.15)
+
+    await until(lambda: bench.engines["d0"].cancelled == 1)
+    await until(lambda: bench.total("in_flight") == 0)
+    assert bench.total("running:d0") == 0
+    assert bench.total("outcome:client_gone") == 1
+
+
+async def test_a_client_that_leaves_in_the_prefill_cancels_p(bench_for):
+    """P is not made to finish for nobody, and D is never asked."""
+    slow_p = Service(first_token_s=5.0)
+    engine = lambda node: {"service": slow_p} if node == "p0" else {}  # noqa: E731
+    bench = await bench_for("1P_1D", policy="remote", engine=engine)
+
+    await leave_after(bench, 0.1)
+
+    await until(lambda: bench.engines["p0"].cancelled == 1)
+    assert bench.total("prefill_tokens:p0") == 0
+    assert not bench.engines["p0"].held
+
+
+async def test_a_client_that_leaves_before_ds_first_byte_leaves_no_block_at_p(bench_for):
+    """D hangs with the hand-off: it is cancelled, and P hears that nobody will come."""
+    bench = await bench_for("1P_1D", policy="remote", engine=faulty("d0", Fault(FaultKind.HANG)))
+
+    await leave_after(bench, 0.15)
+
+    await until(lambda: bench.total("releases") == 1)
+    await until(lambda: not bench.engines["p0"].held)
+
+
+async def leave_after(bench, seconds: float) -> None:
+    """Send a streamed chat and close the connection after ``seconds``."""
+    body = {"model": "fake", "messages": USER, "max_tokens": 200, "stream": True}
+    wire = Request.json("/v1/chat/completions", body).render(bench.origin)
+    _, writer = await asyncio.open_connection(bench.origin.host, bench.origin.port)
+    writer.write(wire)
+    await asyncio.sleep(seconds)
+    writer.transport.abort()
+
+
+async def test_a_node_that_never_answers_times_out(bench_for):
+    """The phase's limit ends the turn with 504."""
+    bench = await bench_for(
+        "1P_1D",
+        policy="remote",
+        engine=faulty("d0", Fault(FaultKind.HANG)),
+        timeouts=Timeouts(first_byte_s=0.2),
+    )
+
+    reply = await bench.chat(USER)
+
+    assert reply.status == 504
+    assert bench.total("outcome:timeout") == 1
+
+
+async def test_more_in_flight_than_allowed_is_429_with_retry_after(bench_for):
+    """The cap holds and says when to come back."""
+    engine = lambda _: {"service": Service(first_token_s=0.5)}  # noqa: E731
+    bench = await bench_for("1R", policy="remote", engine=engine, max_in_flight=2)
+
+    replies = await asyncio.gather(*(bench.chat(USER) for _ in range(5)))
+
+    refused = [reply for reply in replies if reply.status == 429]
+    assert len(refused) == 3
+    assert refused[0].header("retry-after") == "1"
+
+
+async def test_a_body_over_the_limit_is_413(bench_for):
+    """And the engine never sees it."""
+    bench = await bench_for("1R", max_body_bytes=1000)
+
+    reply = await bench.chat([{"role": "user", "content": "x" * 5000}])
+
+    assert reply.status == 413
+    assert not bench.engines["r0"].served
+
+
+QUICK = HealthRule(every_s=0.02, timeout_s=0.2, down_after=2, up_after=2)
+
+
+async def test_a_dead_home_makes_its_conversations_cold(bench_for):
+    """The holder is gone: the next turn goes remote to another D, and says why."""
+    bench = await bench_for("1P_2D", policy="local", health=QUICK)
+    first = await bench.chat(USER)
+    await bench.engines[first.node].close()
+    await until(lambda: not bench.router.upstreams[first.node].alive)
+
+    second = await bench.chat(
+        [
+            *USER,
+            {"role": "assistant", "content": first.text()},
+            {"role": "user", "content": "go on"},
+        ]
+    )
+
+    assert (second.status, second.route, second.reason) == (200, "remote", "cold")
+    assert second.node != first.node
+
+
+async def test_a_node_that_came_back_has_lost_its_kv(bench_for):
+    """Out after N failures, in after M good answers; what it held is cold."""
+    bench = await bench_for("1P_1D", policy="local", health=QUICK)
+    first = await bench.chat(USER)
+    home = bench.router.upstreams["d0"]
+    engine = bench.engines["d0"]
+    await engine._shell._server.close()
+    await until(lambda: not home.alive)
+    assert (await bench.chat(USER)).status == 503
+    await engine._shell.start()
+    await until(lambda: home.alive)
+
+    second = await bench.chat(
+        [
+            *USER,
+            {"role": "assistant", "content": first.text()},
+            {"role": "user", "content": "go on"},
+        ]
+    )
+
+    assert (second.route, second.reason) == ("remote", "cold")
+
+
+async def test_models_and_readiness_with_a_node_down(bench_for):
+    """/v1/models comes from any node; /ready needs a P and a home."""
+    bench = await bench_for("1P_2D", health=QUICK)
+    await bench.engines["p0"].close()
+    await until(lambda: not bench.router.upstreams["p0"].alive)
+
+    assert (await bench.get("/v1/models")).status == 200
+    assert (await bench.get("/ready")).status == 503
+    assert (await bench.get("/health")).status == 200
+
+
+async def test_a_busy_node_that_is_slow_to_answer_health_stays_in(bench_for):
+    """Progress on its streams counts for more than a late /health."""
+    rule = HealthRule(every_s=0.02, timeout_s=0.05, down_after=2, up_after=2)
+    bench = await bench_for("1R", health=rule, engine=lambda _: {"service": SLOW})
+    shell = bench.engines["r0"]._shell
+    shell._routes["/health"] = lambda *_: None
+
+    reply = await bench.chat(USER, stream=True, max_tokens=30)
+
+    assert reply.status == 200
+    assert bench.router.upstreams["r0"].alive
+    await until(lambda: not bench.router.upstreams["r0"].alive)
+
+
+async def test_client_keys_are_asked_for_and_do_not_travel_on(bench_for):
+    """Without a key 401; with one the engine never sees it; probes need none."""
+    bench = await bench_for("1R", client_keys=("secret-1", "secret-2"))
+
+    denied = await bench.chat(USER)
+    allowed = await bench.chat(USER, headers={"authorization": "Bearer secret-2"})
+
+    assert denied.status == 401
+    assert allowed.status == 200
+    assert (await bench.get("/metrics")).status == 401
+    assert (await bench.get("/health")).status == 200
+
+
+async def test_unknown_paths_under_v1_pass_to_a_node_or_say_so(bench_for):
+    """The engine's own 404 comes back; a path outside /v1 is ours."""
+    bench = await bench_for("1P_1D")
+
+    reply = await bench.post("/v1/embeddings", {"input": "x"})
+
+    assert reply.status == 404
+    assert reply.json() == {"detail": "Not Found"}
+
+
+async def test_a_clients_own_hand_off_parameters_never_reach_a_node(bench_for):
+    """A client could otherwise make a node read from any host."""
+    seen = []
+    bench = await bench_for("1R", engine=lambda _: {"faults": seen.append})
+
+    await bench.chat(USER, kv_transfer_params={"remote_host": "example.invalid"})
+
+    assert seen[0].kv_transfer_params is None
+
+
+async def test_draining_finishes_what_runs_and_takes_nothing_new(bench_for):
+    """SIGTERM's way out: open turns end, a new one on an open connection gets 503."""
+    engine = lambda _: {"service": Service(first_token_s=0.3)}  # noqa: E731
+    bench = await bench_for("1R", engine=engine)
+    running = asyncio.create_task(bench.chat(USER))
+    await until(lambda: bench.total("in_flight") == 1)
+
+    await asyncio.gather(bench.router.drain(), _late(bench))
+
+    assert (await running).status == 200
+    assert bench.total("in_flight") == 0
+
+
+async def _late(bench) -> None:
+    await asyncio.sleep(0.05)
+    with pytest.raises(Exception, match="connect"):
+        await bench.chat(USER)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"messages": 5}', b"{}"])
+async def test_bodies_that_are_none_get_a_400(bench_for, raw):
+    """Ours or the engine's, never a 500."""
+    bench = await bench_for("1P_1D", policy="remote")
+    request = Request("POST", "/v1/chat/completions", (), raw)
+
+    answer = await bench.pool.fetch(bench.origin, request, timeout_s=5)
+
+    assert answer.head.status == 400
+    assert "error" in orjson.loads(answer.body)

@@ -1,0 +1,219 @@
+"""Who speaks: branches, edits and look-alikes are what they are."""
+
+from __future__ import annotations
+
+from mmap import mmap
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppdbench.router.identity import Answer, Place, explicit_key, read_history
+from ppdbench.router.memory import SEVERAL, SPLIT, Memory, Note
+
+
+@pytest.fixture
+def memory():
+    buckets = Memory.buckets_for(4096)
+    return Memory(mmap(-1, Memory.bytes_for(buckets)), 0, buckets)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def chat(*messages, **fields):
+    return {"model": "m", "messages": list(messages), **fields}
+
+
+def served(memory, body, answer, conversation, home=0):
+    """What the router does when a turn has been answered."""
+    history = read_history(body)
+    note = Note(conversation, 10, history.size, 1, home, history.turn or 1, 0, 0)
+    history.leave(memory, note, Answer(answer, tokens=5))
+
+
+def test_the_next_turn_finds_its_conversation(memory):
+    """The history that ends in our answer leads to the note behind it."""
+    served(memory, chat(user("hello")), "hi there", 7, home=2)
+
+    found = read_history(chat(user("hello"), assistant("hi there"), user("more"))).find(memory)
+
+    assert (found.note.conversation, found.note.home, found.note.context_tokens) == (7, 2, 15)
+    assert found.place is Place.CONTINUES
+
+
+def test_two_users_with_the_same_first_words_are_two_conversations(memory):
+    """They part at the first answer, and each finds its own."""
+    served(memory, chat(user("hello")), "answer to Ann", 1, home=0)
+    served(memory, chat(user("hello")), "answer to Bob", 2, home=1)
+
+    ann = read_history(chat(user("hello"), assistant("answer to Ann"), user("x"))).find(memory)
+    bob = read_history(chat(user("hello"), assistant("answer to Bob"), user("x"))).find(memory)
+
+    assert (ann.note.conversation, bob.note.conversation) == (1, 2)
+
+
+def test_a_first_turn_is_nobodys_continuation(memory):
+    """Equal opening words alone are no past."""
+    served(memory, chat(user("hello")), "hi", 1)
+
+    assert read_history(chat(user("hello"))).find(memory) is None
+
+
+def test_where_the_answer_was_changed_and_two_opened_alike_nobody_guesses(memory):
+    """The question alone fits both, on two nodes: the note names no home."""
+    served(memory, chat(user("hello")), "one", 1, home=0)
+    served(memory, chat(user("hello")), "two", 2, home=1)
+
+    found = read_history(chat(user("hello"), assistant("edited"), user("x"))).find(memory)
+
+    assert found.note.flags & SPLIT
+    assert found.note.flags & SEVERAL
+
+
+def test_an_edit_in_the_middle_finds_the_last_common_place(memory):
+    """What comes after the edit is new; what came before is held."""
+    one = chat(user("a"), assistant("A"), user("b"))
+    served(memory, chat(user("a")), "A", 1)
+    served(memory, one, "B", 1)
+
+    edited = chat(user("a"), assistant("A"), user("changed"), assistant("B"), user("c"))
+    found = read_history(edited).find(memory)
+
+    assert found.note.turn == 1
+    assert read_history(edited).turn == 3
+
+
+def test_a_regenerated_later_turn_repeats(memory):
+    """The very same request again stands where it stood."""
+    body = chat(user("a"), assistant("A"), user("b"))
+    served(memory, body, "B", 1)
+
+    assert read_history(body).find(memory).place is Place.REPEATS
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["hi there", " hi there\n", [{"type": "text", "text": "hi there"}]],
+)
+def test_an_answer_is_known_in_the_forms_clients_send_it_back(memory, content):
+    """Trimmed, or as a list of parts."""
+    served(memory, chat(user("hello")), "hi there", 7)
+
+    assert read_history(chat(user("hello"), assistant(content), user("x"))).find(memory)
+
+
+def test_tool_calls_are_part_of_the_history(memory):
+    """Content null with a tool call, then the tool's answer: one conversation."""
+    history = read_history(chat(user("weather?")))
+    history.leave(memory, Note(9, 10, history.size, 1, 0, 1, 0, 0), Answer("", "call_1", 5))
+
+    call = assistant(None, tool_calls=[{"id": "call_1", "function": {"name": "f"}}])
+    tool = {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}
+    found = read_history(chat(user("weather?"), call, tool)).find(memory)
+
+    assert found.note.conversation == 9
+    assert found.note.context_tokens == 15
+
+
+@pytest.mark.parametrize("field", ["user", "cache_salt", "tools", "model"])
+def test_what_separates_caches_separates_histories(memory, field):
+    """Another user, salt, tool set or model is another history."""
+    served(memory, chat(user("hello")), "hi", 1)
+
+    other = chat(user("hello"), assistant("hi"), user("x")) | {field: "other"}
+
+    assert read_history(other).find(memory) is None
+
+
+def test_token_prompts_are_found_by_their_own_beginning(memory):
+    """The longest history that is a prefix wins; a foreign one of the same opening does not."""
+    opening = list(range(200))
+    for conversation in range(1, 4):
+        body = {"model": "m", "prompt": [*opening, *[conversation] * 40]}
+        served(memory, body, "", conversation)
+
+    found = read_history({"model": "m", "prompt": [*opening, *[2] * 40, 5, 6, 7]}).find(memory)
+    stranger = read_history({"model": "m", "prompt": [*opening, *[9] * 60]}).find(memory)
+
+    assert found.note.conversation == 2
+    assert stranger is None
+
+
+def test_a_text_prompt_with_its_answer_is_a_history(memory):
+    """Completion clients send prompt + answer + new text."""
+    text = "Once upon a time there was a router. "
+    served(memory, {"model": "m", "prompt": text}, "It was fast.", 4)
+
+    found = read_history({"model": "m", "prompt": text + "It was fast. And then?"}).find(memory)
+
+    assert found.note.conversation == 4
+    assert found.note.size == len(text) + len("It was fast.")
+
+
+def test_a_named_conversation_notices_an_edit(memory):
+    """The client's name leads home; whether the history is the same is checked."""
+    first = chat(user("a"))
+    size, check = read_history(first).sign(Answer("A"))
+    note = Note(1, 10, size, 1, 0, 1, 0, 0, check)
+
+    same = read_history(chat(user("a"), assistant("A!"), user("b"))).stands_to(note)
+    again = read_history(first).stands_to(note)
+    edited = read_history(chat(user("changed"), assistant("A"), user("b"))).stands_to(note)
+
+    assert (same, again, edited) == (Place.CONTINUES, Place.REPEATS, Place.DIFFERS)
+
+
+def test_the_header_wins_over_the_cache_key():
+    """x-session-id, else prompt_cache_key, else nothing."""
+    body = {"prompt_cache_key": "k"}
+
+    assert explicit_key(b"k", {}) == explicit_key(None, body)
+    assert explicit_key(b"other", body) != explicit_key(None, body)
+    assert explicit_key(None, {}) is None
+
+
+def test_memory_is_bounded_and_the_longest_unused_goes():
+    """A full bucket evicts its oldest note and counts it."""
+    memory = Memory(mmap(-1, Memory.bytes_for(1)), 0, 1)
+    keys = [bytes([at]) * 16 for at in range(1, 11)]
+    for at, key in enumerate(keys):
+        memory.put(key, Note(at, 1, 1, 100 + at, 0, 1, 0, 0))
+
+    held = [memory.get(key) is not None for key in keys]
+
+    assert held == [False, False, *[True] * 8]
+    assert (memory.evicted, memory.used(), memory.capacity) == (2, 8, 8)
+
+
+def test_a_torn_note_reads_as_unknown():
+    """Two writers at once cost a note, never a wrong one."""
+    buffer = mmap(-1, Memory.bytes_for(1))
+    memory = Memory(buffer, 0, 1)
+    key = b"k" * 16
+    memory.put(key, Note(1, 2, 3, 4, 0, 1, 0, 0))
+    at = buffer.find(key) + 8 * 16
+    buffer[at] ^= 0xFF
+
+    assert memory.get(key) is None
+    assert memory.torn == 1
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["messages", "prompt", "model", "tools"]), json_values))
+def test_any_json_has_a_history_or_none(body):
+    """Identity never raises on what a client may send; the engine is the one to refuse."""
+    history = read_history(body)
+
+    assert history is None or history.size >= 0

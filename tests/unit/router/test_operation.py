@@ -1,0 +1,270 @@
+"""Running it: reload, shadow, drift, a table for another engine, restarts, overrides."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from ppdbench.core.decision import Decision, Features, Route
+from ppdbench.core.errors import UsageError
+from ppdbench.core.topology import Role
+from ppdbench.policy.rules import decide
+from ppdbench.policy.table import load_table_policy
+from ppdbench.router.drift import MIN_TURNS, Drift
+from ppdbench.router.fitness import LiveFacts, mismatches
+from ppdbench.router.policies import check_policy, load_policy
+from ppdbench.table.schema import AXES, Cell, Table, save_table
+from ppdbench.table.score import STATISTICS, Rule, Side
+
+USER = [{"role": "user", "content": "hello there, how are you today?"}]
+
+
+def a_table(path, *, local: bool, **provenance):
+    """A table whose cells all say the same."""
+    fast, slow = (dict.fromkeys(STATISTICS, seconds) for seconds in (0.05, 0.2))
+    tpot_s = dict.fromkeys(STATISTICS, 0.01)
+    sides = [Side(50, 1.0, ttft_s, tpot_s, tpot_s) for ttft_s in (slow, fast)]
+    remote, near = sides if local else sides[::-1]
+    cells = tuple(
+        Cell(
+            topology="1P_1D",
+            workload=f"w{at}",
+            backend="sim",
+            centre=dict(zip(AXES, place, strict=True)),
+            remote=remote,
+            local=near,
+        )
+        for at, place in enumerate(product((64, 4096), (16, 512), (16, 256), (1.0, 32.0)))
+    )
+    table = Table(Rule(), provenance, cells)
+    save_table(table, path)
+    return table
+
+
+def follow_up(first):
+    answer = {"role": "assistant", "content": first.text()}
+    return [*USER, answer, {"role": "user", "content": "go on"}]
+
+
+async def test_the_table_decides_and_the_receipt_names_its_cell(bench_for, tmp_path):
+    """Cell and score stand in the headers and in /ppd/decisions, with the outcome."""
+    a_table(tmp_path / "t.json", local=True)
+    bench = await bench_for("1P_1D", policy=f"table:{tmp_path / 't.json'}")
+
+    second = await bench.chat(follow_up(await bench.chat(USER)), stream=True)
+    receipts = (await bench.get("/ppd/decisions")).json()["decisions"]
+
+    assert second.route == "local"
+    assert receipts[0]["cell"] == int(second.header("x-ppd-cell"))
+    assert receipts[0]["score"] == pytest.approx(float(second.header("x-ppd-score")), abs=1e-4)
+    assert receipts[0]["outcome"] == "ok"
+    assert receipts[0]["ttft_s"] > 0
+    assert receipts[0]["cached_tokens"] is not None
+
+
+async def test_the_same_features_give_the_same_decision_everywhere(bench_for, tmp_path):
+    """What HTTP decided is what the policy says of the receipt's features."""
+    path = tmp_path / "t.json"
+    a_table(path, local=True)
+    bench = await bench_for("1P_1D", policy=f"table:{path}")
+    first = await bench.chat(USER)
+    await bench.chat(follow_up(first))
+
+    receipt = (await bench.get("/ppd/decisions")).json()["decisions"][0]
+    names = ("turn", "context_tokens", "new_tokens", "output_tokens", "rate_per_s", "running")
+    features = Features(**{name: receipt[name] for name in names})
+    decision = decide(load_table_policy(str(path)), features, Role.D)
+
+    assert (decision.route.value, decision.cell) == (receipt["route"], receipt["cell"])
+
+
+async def test_a_changed_table_is_taken_and_a_bad_one_is_not(bench_for, tmp_path):
+    """Reload is whole or not at all; the file in use stays when the new one is broken."""
+    path = tmp_path / "t.json"
+    a_table(path, local=True)
+    bench = await bench_for("1P_1D", policy=f"table:{path}")
+    first = await bench.chat(USER)
+    routes = [(await bench.chat(follow_up(first))).route]
+
+    path.write_text("{")
+    await bench.router.reload()
+    routes.append((await bench.chat(follow_up(first))).route)
+    a_table(path, local=False)
+    await bench.router.reload()
+    routes.append((await bench.chat(follow_up(first))).route)
+
+    assert routes == ["local", "local", "remote"]
+    assert (bench.total("reloads"), bench.total("reloads_failed")) == (1, 1)
+
+
+async def test_shadow_mode_routes_by_the_fixed_policy_and_logs_the_table(bench_for, tmp_path):
+    """The table is asked, written down and not obeyed."""
+    a_table(tmp_path / "t.json", local=True)
+    bench = await bench_for("1P_1D", policy="remote", shadow=f"table:{tmp_path / 't.json'}")
+
+    second = await bench.chat(follow_up(await bench.chat(USER)))
+    receipt = (await bench.get("/ppd/decisions")).json()["decisions"][0]
+
+    assert (second.route, receipt["shadow_route"]) == ("remote", "local")
+    assert bench.total("shadow_differs") == 1
+
+
+async def test_a_table_of_another_model_refuses_and_names_the_field(bench_for, tmp_path):
+    """Unless the operator allows it, loudly."""
+    path = tmp_path / "t.json"
+    a_table(path, local=True, model="another-model")
+    bench = await bench_for("1P_1D")
+    config = replace(bench.router.config, policy=f"table:{path}")
+    policy = load_policy(config)
+
+    with pytest.raises(UsageError, match="model: the table's is 'another-model'"):
+        await check_policy(policy, config)
+    warnings = await check_policy(policy, replace(config, allow_mismatch=True))
+
+    assert "MISMATCH" in warnings[0]
+
+
+def test_every_field_that_a_node_tells_is_compared():
+    """Unknown on either side is no mismatch."""
+    facts = LiveFacts("d0", frozenset({"m"}), "0.32.0", 128)
+
+    wrong = {"model": "x", "engine_version": "0.31.0", "block_size": 16}
+    assert [text.partition(":")[0] for text in mismatches(wrong, facts)] == list(wrong)
+    assert not mismatches({"model": "m", "engine_version": None, "block_size": 128}, facts)
+    assert not mismatches(wrong, LiveFacts("d0"))
+
+
+def test_drift_turns_the_table_off_for_a_while(tmp_path):
+    """A mean factor above two for long enough gives the default, with the reason."""
+    drift = Drift(a_table(tmp_path / "t.json", local=True))
+    decision = Decision(Route.LOCAL, "table", 0, 0.5)
+
+    for _ in range(MIN_TURNS - 1):
+        drift.feed(decision, 0.2, now_s=10)
+    before = drift.corrected(decision, 10)
+    drift.feed(decision, 0.2, now_s=10)
+
+    assert before is decision
+    assert drift.corrected(decision, 11) == Decision(Route.REMOTE, "drift")
+    assert drift.corrected(decision, 1000) is decision
+
+
+async def test_a_client_may_choose_only_where_that_is_allowed(bench_for):
+    """x-ppd-force-route is ignored by default and refused when it names no route."""
+    closed = await bench_for("1P_1D", policy="remote")
+    open_ = await bench_for("1P_1D", policy="remote", allow_override=True)
+    wish = {"x_ppd_force_route": "local"}
+
+    ignored = await closed.chat(follow_up(await closed.chat(USER)), headers=wish)
+    obeyed = await open_.chat(follow_up(await open_.chat(USER)), headers=wish)
+    refused = await open_.chat(USER, headers={"x_ppd_force_route": "sideways"})
+
+    assert (ignored.route, obeyed.route, obeyed.reason) == ("remote", "local", "override")
+    assert refused.status == 400
+
+
+async def test_without_its_memory_the_router_says_cold(bench_for):
+    """A history that nobody remembers may be anywhere: remote, and honestly so."""
+    bench = await bench_for("1P_1D", policy="local")
+    history = [*USER, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "go on"}]
+
+    reply = await bench.chat(history)
+
+    assert (reply.route, reply.reason) == ("remote", "cold")
+
+
+async def test_a_state_file_outlives_a_restart(bench_for, tmp_path):
+    """With --state-file the next turn goes home also after the router was started anew."""
+    from ppdbench.router.shared import Shared, make_buffer
+    from ppdbench.router.worker import Router
+
+    bench = await bench_for("1P_2D", policy="local", state_file=tmp_path / "state")
+    first = await bench.chat(USER)
+    await bench.router.close()
+    config = bench.router.config
+    again = Router(config, load_policy(config), Shared.over(make_buffer(config), config, 0))
+    async with again:
+        bench.router = again
+        second = await bench.chat(follow_up(first))
+
+    assert (second.route, second.node) == ("local", first.node)
+
+
+async def test_a_home_that_evicts_is_not_trusted_for_as_old_turns(bench_for):
+    """An answer with nothing cached shows what D has lost; older turns are cold for a while."""
+    bench = await bench_for("1P_1D", policy="local", engine=lambda _: {"block_size": 1})
+    first = await bench.chat(USER)
+    other = [{"role": "user", "content": "a different opening of another conversation"}]
+    second_first = await bench.chat(other)
+    assert bench.engines["d0"].reset_prefix_cache()
+
+    lost = await bench.chat(follow_up(first))
+    answer = {"role": "assistant", "content": second_first.text()}
+    cold = await bench.chat([*other, answer, {"role": "user", "content": "go on"}])
+
+    assert (lost.route, cold.route, cold.reason) == ("local", "remote", "cold")
+
+
+async def test_several_answers_in_one_request_are_computed_on_one_node(bench_for):
+    """A hand-off's blocks can be read once, so n = 2 is not split."""
+    bench = await bench_for("1P_1D", policy="remote")
+
+    reply = await bench.chat(USER, n=2)
+
+    assert (reply.route, reply.reason) == ("local", "alone")
+    assert not bench.engines["p0"].served
+
+
+async def test_usage_is_kept_from_a_client_that_did_not_ask(bench_for):
+    """The router counts for itself; the client sees what the engine alone would have sent."""
+    bench = await bench_for("1R")
+
+    plain = await bench.chat(USER, stream=True)
+    asked = await bench.chat(USER, stream=True, stream_options={"include_usage": True})
+
+    assert b'"usage":{' not in plain.body
+    assert asked.events()[-1]["usage"]["completion_tokens"] == 8
+    receipt = (await bench.get("/ppd/decisions")).json()["decisions"][-1]
+    assert receipt["counted_output_tokens"] == 8
+
+
+@pytest.mark.slow
+async def test_a_storm_of_cancels_reaches_the_engine_and_leaves_no_trace(bench_for):
+    """2,000 streams, half of them cancelled at random: each cancel is seen, gauges are 0."""
+    import random
+
+    from ppdbench.http.messages import Request
+    from ppdbench.testing.fake import Service
+
+    bench = await bench_for("1R", engine=lambda _: {"service": Service(0.5, 0.25)})
+    body = {"model": "fake", "messages": USER, "max_tokens": 12, "stream": True}
+    wire = Request.json("/v1/chat/completions", body).render(bench.origin)
+    leaving = set(random.Random(1).sample(range(2000), 1000))
+
+    class Ignore:
+        ended = 0
+
+        def on_head(self, *_): ...
+        def on_body(self, *_): ...
+        def on_end(self, *_):
+            Ignore.ended += 1
+
+        def on_failure(self, *_): ...
+
+    exchanges = [bench.pool.start_raw(bench.origin, wire, Ignore()) for _ in range(2000)]
+    async with asyncio.timeout(60):
+        while bench.total("in_flight") < 2000:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    for at in leaving:
+        exchanges[at].cancel()
+    async with asyncio.timeout(60):
+        while bench.total("in_flight") > 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+    assert bench.engines["r0"].cancelled == 1000
+    assert Ignore.ended == 1000
+    assert bench.total("running:r0") == 0
+    assert bench.total("outcome:client_gone") == 1000
