@@ -239,7 +239,7 @@ async def test_a_storm_of_cancels_reaches_the_engine_and_leaves_no_trace(bench_f
     from ppdbench.http.messages import Request
     from ppdbench.testing.fake import Service
 
-    bench = await bench_for("1R", engine=lambda _: {"service": Service(0.5, 0.25)})
+    bench = await bench_for("1R", engine=lambda _: {"service": Service(2.0, 0.5)})
     body = {"model": "fake", "messages": USER, "max_tokens": 12, "stream": True}
     wire = Request.json("/v1/chat/completions", body).render(bench.origin)
     leaving = set(random.Random(1).sample(range(2000), 1000))
@@ -255,16 +255,18 @@ async def test_a_storm_of_cancels_reaches_the_engine_and_leaves_no_trace(bench_f
         def on_failure(self, *_): ...
 
     exchanges = [bench.pool.start_raw(bench.origin, wire, Ignore()) for _ in range(2000)]
-    async with asyncio.timeout(60):
-        while bench.total("in_flight") < 2000:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await until(lambda: bench.total("in_flight") == 2000)
     for at in leaving:
         exchanges[at].cancel()
-    async with asyncio.timeout(60):
-        while bench.total("in_flight") > 0:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until(lambda: bench.total("in_flight") == 0)
 
-    assert bench.engines["r0"].cancelled == 1000
+    await until(lambda: bench.engines["r0"].cancelled == 1000)
     assert Ignore.ended == 1000
     assert bench.total("running:r0") == 0
     assert bench.total("outcome:client_gone") == 1000
+
+
+async def until(condition, limit_s: float = 60.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
