@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -24,8 +23,7 @@ _TOKEN = re.compile(
 _BATCH_BYTES = 16_384
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
+class Counted(NamedTuple):
     """A server's own counts of one answer; ``None`` where it said nothing."""
 
     prompt_tokens: int | None = None

@@ -41,13 +41,12 @@ class NoNodeError(Exception):
 
 
 class Speaker(NamedTuple):
-    """Who is speaking. ``explicit`` is the key of a conversation that the client named."""
+    """Who is speaking. ``name`` is the client's own, else the number in hexadecimal."""
 
     conversation: int
     name: str
     turn: int
     history: History | None
-    explicit: bytes | None
     found: Found | None
 
 
@@ -150,18 +149,17 @@ class Chooser:
         history = speaker.history
         if history is None:
             return
-        used_s, epoch = int(now_s), home.epoch
-        conversation, turn = speaker.conversation, speaker.turn
-        if speaker.explicit is None:
-            note = Note(
-                conversation, prompt_tokens, history.size, used_s, home.index, turn, epoch, 0
-            )
-            history.leave(self.memory, note, answer)
-            return
-        size, check = history.sign(answer)
-        tokens = prompt_tokens + (0 if answer is None else answer.tokens or 0)
-        note = Note(conversation, tokens, size, used_s, home.index, turn, epoch, 0, check)
-        self.memory.put(speaker.explicit, note)
+        note = Note(
+            speaker.conversation,
+            prompt_tokens,
+            history.size,
+            int(now_s),
+            home.index,
+            speaker.turn,
+            home.epoch,
+            0,
+        )
+        history.leave(self.memory, note, answer)
 
     def learn(self, plan: Plan, body: Mapping[str, Any], counted: Counted, now_s: float) -> None:
         """Correct the estimates, and what is thought of the home's cache, by what was counted."""
@@ -180,24 +178,17 @@ class Chooser:
             self._learn_residency(plan.home, held, counted.cached_tokens, now_s)
 
     def _identify(self, body: Mapping[str, Any], session_id: bytes | None) -> Speaker:
-        history = read_history(body)
         explicit = explicit_key(session_id, body)
+        history = read_history(body, explicit)
+        found = None if history is None else history.find(self.memory)
         if explicit is not None:
-            found = self._named(explicit, history)
-            conversation, name = int.from_bytes(explicit[:8], "little"), ""
+            conversation = int.from_bytes(explicit[:8], "little")
+            name = _explicit_name(session_id, body)
         else:
-            found = None if history is None else history.find(self.memory)
             known = found is not None and not found.note.flags & SEVERAL
             conversation = found.note.conversation if found and known else secrets.randbits(64)
             name = f"{conversation:016x}"
-        name = name or _explicit_name(session_id, body)
-        return Speaker(conversation, name, _turn(history, found), history, explicit, found)
-
-    def _named(self, explicit: bytes, history: History | None) -> Found | None:
-        note = self.memory.get(explicit)
-        if note is None:
-            return None
-        return Found(note, Place.DIFFERS if history is None else history.stands_to(note))
+        return Speaker(conversation, name, _turn(history, found), history, found)
 
     def _home(self, found: Found | None, now_s: float) -> tuple[Upstream, bool]:
         """The home and whether it holds the conversation's KV as far as anybody knows."""
@@ -207,7 +198,8 @@ class Chooser:
         home = self._upstreams.home_at(note.home)
         if home is None or not home.alive:
             return self._place(()), False
-        return home, home.epoch == note.epoch and not _evicted(home, note, now_s)
+        known = found.place is not Place.DIFFERS and home.epoch == note.epoch
+        return home, known and not _evicted(home, note, now_s)
 
     def _place(self, without: Collection[str]) -> Upstream:
         usable = {n.name for n in self._upstreams.homes if n.alive and n.name not in without}
@@ -278,9 +270,7 @@ def _tokens(speaker: Speaker, estimates: Estimates, *, holds_kv: bool) -> tuple[
     history, found = speaker.history, speaker.found
     if history is None:
         return 0, 1
-    note = None
-    if holds_kv and found is not None and found.place is not Place.DIFFERS:
-        note = found.note
+    note = found.note if holds_kv and found is not None else None
     if history.in_tokens:
         context = 0 if note is None else min(note.context_tokens, history.size - 1)
         return context, history.size - context

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -29,7 +28,11 @@ _BORDER_GROWTH = 4
 
 
 class Place(Enum):
-    """Where a request stands to a note that the client's own name led to."""
+    """Where a request stands to the note it led to.
+
+    One that DIFFERS comes from a conversation that the client named, whose history was changed:
+    nobody knows how much of it the home still holds.
+    """
 
     CONTINUES = "continues"
     REPEATS = "repeats"
@@ -37,7 +40,7 @@ class Place(Enum):
 
 
 class Found(NamedTuple):
-    """A note and how the request stands to it; of one that differs the KV held is unknown."""
+    """A note and how the request stands to it."""
 
     note: Note
     place: Place
@@ -62,20 +65,14 @@ class History(Protocol):
         ...
 
     def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
-        """Leave ``note`` behind this request and, where it is known, behind its ``answer``."""
-        ...
+        """Leave ``note`` behind this request and, where it is known, behind its ``answer``.
 
-    def sign(self, answer: Answer | None) -> tuple[int, int]:
-        """Size and check of the history with ``answer``, for a note under the client's name."""
-        ...
-
-    def stands_to(self, note: Note) -> Place:
-        """Whether this goes on where a signed note was left."""
+        ``note`` tells of the request alone.
+        """
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """What was answered, as far as the history of the next turn will show it."""
 
     text: str
@@ -94,11 +91,19 @@ def explicit_key(session_id: bytes | None, body: Mapping[str, Any]) -> bytes | N
     return hasher.digest()
 
 
-def read_history(body: Mapping[str, Any]) -> History | None:
-    """The history in a parsed body; ``None`` when there is nothing one could be read from."""
+def read_history(body: Mapping[str, Any], name: bytes | None = None) -> History | None:
+    """The history in a parsed body; ``None`` when there is nothing one could be read from.
+
+    ``name`` is the key of a conversation that the client named; its notes lie there.
+    """
     messages = body.get("messages")
     if isinstance(messages, list) and messages:
-        return _read_chat(body, messages)
+        return _read_chat(body, messages) if name is None else NamedChat(name, messages)
+    raw = _read_raw(body)
+    return raw if raw is None or name is None else NamedRaw(name, raw)
+
+
+def _read_raw(body: Mapping[str, Any]) -> RawHistory | None:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
@@ -174,34 +179,69 @@ class ChatHistory:
         _add(hasher, b"assistant", raw)
         _put(memory, hasher.digest(), _behind(note, self.size + len(raw), answer))
 
-    def sign(self, answer: Answer | None) -> tuple[int, int]:
-        """The check is the question's, so that an answer the client has changed does not matter."""
-        length = 0 if answer is None else len(answer.text)
-        return self.size + length, _check(self._prompt_key)
 
-    def stands_to(self, note: Note) -> Place:
-        if _check(self._prompt_key) == note.check:
-            return Place.REPEATS
-        before_answers = self._marks[-2 : -2 * MAX_LOOKUPS : -2]
-        continues = any(_check(key) == note.check for key in before_answers)
-        return Place.CONTINUES if continues else Place.DIFFERS
+class NamedChat:
+    """Messages of a conversation that the client named: one note, under that name.
+
+    Its check is of the last question and its place, so an answer that the client has changed does
+    not matter, and a history with another question is noticed.
+    """
+
+    in_tokens = False
+
+    def __init__(self, name: bytes, messages: list[Any]) -> None:
+        self._name = name
+        self._messages = messages
+        answers = [at for at, message in enumerate(messages) if _is_answer(message)]
+        self._last_answer = answers[-1] if answers else 0
+        self.turn = len(answers) + 1
+        self.size = sum(map(_length, messages))
+
+    def find(self, memory: Memory) -> Found | None:
+        note = memory.get(self._name)
+        if note is None:
+            return None
+        if note.check == self._check(self._last_answer):
+            return Found(note, Place.CONTINUES)
+        repeats = note.check == self._check(len(self._messages))
+        return Found(note, Place.REPEATS if repeats else Place.DIFFERS)
+
+    def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
+        check = self._check(len(self._messages))
+        memory.put(self._name, _behind(note, self.size + _size(answer), answer, check))
+
+    def _check(self, count: int) -> int:
+        """Of the first ``count`` messages, by the last of them."""
+        _, raw = _role_and_content(self._messages[count - 1])
+        return xxhash.xxh3_64_intdigest(raw, count) & 0xFFFFFFFF
 
 
-def _check(key: bytes) -> int:
-    return int.from_bytes(key[:4], "little")
+def _is_answer(message: object) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
 
 
-def _behind(note: Note, size: int, answer: Answer) -> Note:
-    """``note`` behind the answer."""
+def _length(message: object) -> int:
+    content = message.get("content") if isinstance(message, dict) else message
+    return len(content) if isinstance(content, str) else len(_canonical(content))
+
+
+def _size(answer: Answer | None) -> int:
+    return 0 if answer is None else len(answer.text)
+
+
+def _behind(note: Note, size: int, answer: Answer | None, check: int = 0) -> Note:
+    """``note`` behind the answer, if there is one."""
+    tokens = 0 if answer is None else answer.tokens or 0
     return Note(
         note.conversation,
-        note.context_tokens + (answer.tokens or 0),
+        note.context_tokens + tokens,
         size,
         note.used_s,
         note.home,
         note.turn,
         note.epoch,
-        note.flags | ANSWERED,
+        note.flags if answer is None else note.flags | ANSWERED,
+        check,
     )
 
 
@@ -270,60 +310,79 @@ class RawHistory:
 
     def __init__(self, hasher: xxhash.xxh3_128, raw: bytes, unit: int) -> None:
         self._start = hasher
-        self._raw = raw
-        self._unit = unit
+        self.raw = raw
+        self.unit = unit
         self.in_tokens = unit > 1
         self.size = len(raw) // unit
 
     def find(self, memory: Memory) -> Found | None:
         """A history no longer than ours that is its beginning, the longest first."""
         borders = _borders(self.size)
-        if not borders or not memory.sizes(self._key(self._raw, borders[0], b"border")):
+        if not borders or not memory.sizes(self.key(self.raw, borders[0], b"border")):
             return None
         for border in borders[: -MAX_LOOKUPS - 1 : -1]:
-            for size in sorted(memory.sizes(self._key(self._raw, border, b"border")), reverse=True):
-                key = self._key(self._raw, size, b"end")
+            for size in sorted(memory.sizes(self.key(self.raw, border, b"border")), reverse=True):
+                key = self.key(self.raw, size, b"end")
                 note = memory.get(key) if size <= self.size else None
                 if note is not None:
                     return Found(note, Place.REPEATS if size == self.size else Place.CONTINUES)
         return None
 
     def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
-        self._leave(memory, self._raw, note)
-        raw = self._with(answer)
-        if answer is not None and len(raw) > len(self._raw):
-            self._leave(memory, raw, _behind(note, len(raw) // self._unit, answer))
-
-    def sign(self, answer: Answer | None) -> tuple[int, int]:
-        raw = self._with(answer)
-        size = len(raw) // self._unit
-        return size, _check(self._key(raw, size, b"end"))
-
-    def stands_to(self, note: Note) -> Place:
-        longer = self.size >= note.size
-        if not longer or _check(self._key(self._raw, note.size, b"end")) != note.check:
-            return Place.DIFFERS
-        return Place.REPEATS if self.size == note.size else Place.CONTINUES
+        self._leave(memory, self.raw, note)
+        raw = self.with_answer(answer)
+        if answer is not None and len(raw) > len(self.raw):
+            self._leave(memory, raw, _behind(note, len(raw) // self.unit, answer))
 
     def _leave(self, memory: Memory, raw: bytes, note: Note) -> None:
-        _put(memory, self._key(raw, note.size, b"end"), note)
+        _put(memory, self.key(raw, note.size, b"end"), note)
         borders = _borders(note.size)
         for border in {borders[0], borders[-1]} if borders else ():
-            memory.add_size(self._key(raw, border, b"border"), note.size, note.used_s)
+            memory.add_size(self.key(raw, border, b"border"), note.size, note.used_s)
 
-    def _with(self, answer: Answer | None) -> bytes:
+    def with_answer(self, answer: Answer | None) -> bytes:
         """The history with its answer, as far as it is known in the prompt's own units."""
         if answer is None:
-            return self._raw
+            return self.raw
         if self.in_tokens:
-            return self._raw + array("q", answer.token_ids).tobytes()
-        return self._raw + answer.text.encode("utf-8", "replace")
+            return self.raw + array("q", answer.token_ids).tobytes()
+        return self.raw + answer.text.encode("utf-8", "replace")
 
-    def _key(self, raw: bytes, size: int, kind: bytes) -> bytes:
+    def key(self, raw: bytes, size: int, kind: bytes) -> bytes:
+        """Hash of the first ``size`` units of ``raw``, in the role ``kind``."""
         hasher = self._start.copy()
         hasher.update(kind)
-        hasher.update(memoryview(raw)[: size * self._unit])
+        hasher.update(memoryview(raw)[: size * self.unit])
         return hasher.digest()
+
+
+class NamedRaw:
+    """A raw prompt of a conversation that the client named: one note, checked over all of it."""
+
+    turn = None
+
+    def __init__(self, name: bytes, history: RawHistory) -> None:
+        self._name = name
+        self._history = history
+        self.in_tokens = history.in_tokens
+        self.size = history.size
+
+    def find(self, memory: Memory) -> Found | None:
+        note = memory.get(self._name)
+        if note is None:
+            return None
+        history = self._history
+        if self.size < note.size or self._check(history.raw, note.size) != note.check:
+            return Found(note, Place.DIFFERS)
+        return Found(note, Place.REPEATS if self.size == note.size else Place.CONTINUES)
+
+    def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
+        raw = self._history.with_answer(answer)
+        size = len(raw) // self._history.unit
+        memory.put(self._name, _behind(note, size, answer, self._check(raw, size)))
+
+    def _check(self, raw: bytes, size: int) -> int:
+        return int.from_bytes(self._history.key(raw, size, b"end")[:4], "little")
 
 
 def _borders(size: int) -> list[int]:

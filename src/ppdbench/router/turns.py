@@ -354,6 +354,15 @@ class TurnInFlight:
         services.metrics.outcome(outcome)
         if self._plan is not None:
             self._account(self._plan)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Break the circles of turn, leg, exchange and responder, so that nothing waits for gc."""
+        responder, leg = self._responder, self._leg
+        responder.on_gone = responder.on_writable = None
+        if leg is not None:
+            leg.exchange = None
+        self._leg = self._exchange = self._whole = None
 
     def _run_on(self, node: Upstream | None) -> None:
         """Count the turn as running on ``node`` and nowhere else."""

@@ -156,17 +156,31 @@ def test_a_text_prompt_with_its_answer_is_a_history(memory):
     assert found.note.size == len(text) + len("It was fast.")
 
 
-def test_a_named_conversation_notices_an_edit(memory):
+@pytest.mark.parametrize(
+    ("first", "same", "changed"),
+    [
+        (
+            chat(user("a")),
+            chat(user("a"), assistant("A, trimmed"), user("b")),
+            chat(user("changed"), assistant("A"), user("b")),
+        ),
+        (
+            {"model": "m", "prompt": [1, 2, 3]},
+            {"model": "m", "prompt": [1, 2, 3, 4, 5]},
+            {"model": "m", "prompt": [1, 9, 3, 4, 5]},
+        ),
+    ],
+)
+def test_a_named_conversation_notices_an_edit(memory, first, same, changed):
     """The client's name leads home; whether the history is the same is checked."""
-    first = chat(user("a"))
-    size, check = read_history(first).sign(Answer("A"))
-    note = Note(1, 10, size, 1, 0, 1, 0, 0, check)
+    name = explicit_key(b"session", first)
+    history = read_history(first, name)
+    history.leave(memory, Note(1, 10, history.size, 1, 3, 1, 0, 0), Answer("A", tokens=5))
 
-    same = read_history(chat(user("a"), assistant("A!"), user("b"))).stands_to(note)
-    again = read_history(first).stands_to(note)
-    edited = read_history(chat(user("changed"), assistant("A"), user("b"))).stands_to(note)
+    places = [read_history(body, name).find(memory).place for body in (same, first, changed)]
 
-    assert (same, again, edited) == (Place.CONTINUES, Place.REPEATS, Place.DIFFERS)
+    assert places == [Place.CONTINUES, Place.REPEATS, Place.DIFFERS]
+    assert memory.get(name).context_tokens == 15
 
 
 def test_the_header_wins_over_the_cache_key():
@@ -205,7 +219,7 @@ def test_a_torn_note_reads_as_unknown():
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner),
     max_leaves=10,
 )
