@@ -32,6 +32,9 @@ ALONE = Decision(Route.LOCAL, "alone")
 
 MODELS_LIMIT = 64
 LOST_SHARE = 0.5
+JUDGED_FROM_TOKENS = 256
+"""Below two blocks of 128 tokens, the largest in use, rounding alone can hide half a context."""
+
 LOSS_MEMORY_S = 30.0
 """A node found evicting is taken to have lost what lay unused as long, for this time."""
 
@@ -243,7 +246,9 @@ class Chooser:
     def _learn_residency(
         self, home: Upstream, note: Note, cached_tokens: int | None, now_s: float
     ) -> None:
-        if cached_tokens is None or cached_tokens >= LOST_SHARE * note.context_tokens:
+        if cached_tokens is None or note.context_tokens < JUDGED_FROM_TOKENS:
+            return
+        if cached_tokens >= LOST_SHARE * note.context_tokens:
             return
         home.share("loss_idle_s", max(0.0, now_s - note.used_s))
         home.share("loss_until_s", now_s + LOSS_MEMORY_S)

@@ -83,6 +83,7 @@ class Receipts:
         self._buffer = buffer
         self._offset = offset
         self._workers = workers
+        self._worker = worker
         self._base = offset + worker * SLOTS * SLOT_BYTES
         self._next = 0
         self._pending: deque[Receipt] = deque(maxlen=SLOTS)
@@ -96,13 +97,16 @@ class Receipts:
         """Keep a receipt."""
         self._pending.append(receipt)
         if self._log is not None:
-            self._log.write(orjson.dumps(receipt.document()) + b"\n")
+            self._log.write(self._rendered(receipt) + b"\n")
 
     def flush(self) -> None:
         """Show the other workers what is kept."""
         while self._pending:
             receipt = self._pending.popleft()
-            self._write(orjson.dumps(receipt.document()), receipt.at_s)
+            self._write(self._rendered(receipt), receipt.at_s)
+
+    def _rendered(self, receipt: Receipt) -> bytes:
+        return orjson.dumps({**receipt.document(), "worker": self._worker})
 
     def _write(self, raw: bytes, at_s: float) -> None:
         if len(raw) > SLOT_BYTES - _HEAD.size:

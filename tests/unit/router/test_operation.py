@@ -195,15 +195,15 @@ async def test_a_state_file_outlives_a_restart(bench_for, tmp_path):
 
 async def test_a_home_that_evicts_is_not_trusted_for_as_old_turns(bench_for):
     """An answer with nothing cached shows what D has lost; older turns are cold for a while."""
-    bench = await bench_for("1P_1D", policy="local", engine=lambda _: {"block_size": 1})
-    first = await bench.chat(USER)
-    other = [{"role": "user", "content": "a different opening of another conversation"}]
-    second_first = await bench.chat(other)
+    bench = await bench_for("1P_1D", policy="local")
+    openings = [[{"role": "user", "content": f"{name} " * 400}] for name in ("one", "two")]
+    talks = []
+    for opening in openings:
+        answer = {"role": "assistant", "content": (await bench.chat(opening)).text()}
+        talks.append([*opening, answer, {"role": "user", "content": "go on"}])
     assert bench.engines["d0"].reset_prefix_cache()
 
-    lost = await bench.chat(follow_up(first))
-    answer = {"role": "assistant", "content": second_first.text()}
-    cold = await bench.chat([*other, answer, {"role": "user", "content": "go on"}])
+    lost, cold = [await bench.chat(messages) for messages in talks]
 
     assert (lost.route, cold.route, cold.reason) == ("local", "remote", "cold")
 

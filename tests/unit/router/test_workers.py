@@ -1,0 +1,184 @@
+"""``ppd serve`` as a process: two workers on one port, restarts, signals, wrong use."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import orjson
+import pytest
+
+from ppdbench.http.client import Pool
+from ppdbench.http.errors import HttpError
+from ppdbench.http.messages import Origin, Request
+from ppdbench.testing.fake import FakeEngine
+
+pytestmark = pytest.mark.slow
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@asynccontextmanager
+async def serving(*options: str, port: int):
+    """The command until the block ends; yields the process."""
+    command = [sys.executable, "-m", "ppdbench", "serve", *options, "--port", str(port)]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    try:
+        await answers(port)
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await asyncio.wait_for(process.communicate(), 20)
+
+
+async def answers(port: int) -> None:
+    async with asyncio.timeout(40):
+        while True:
+            try:
+                if (await once(port, Request("GET", "/health"))).ok:
+                    return
+            except HttpError:
+                await asyncio.sleep(0.05)
+
+
+async def once(port: int, request: Request):
+    """On a connection of its own, so that any worker may get it."""
+    pool = Pool()
+    try:
+        return await pool.fetch(Origin("http", "127.0.0.1", port), request, timeout_s=20)
+    finally:
+        await pool.close()
+
+
+async def chat(port: int, messages):
+    body = {"model": "fake", "messages": messages, "max_tokens": 4}
+    answer = await once(port, Request.json("/v1/chat/completions", body))
+    assert answer.ok, answer.body
+    reply = answer.json()["choices"][0]["message"]
+    seen = {n: answer.head.get(f"x-ppd-{n}".encode()).decode() for n in ("route", "node", "reason")}
+    return [*messages, reply], seen
+
+
+def asks(at: int, turn: int):
+    return {"role": "user", "content": f"conversation {at} asks question {turn}, please answer"}
+
+
+async def test_two_workers_keep_later_turns_at_home_and_a_restart_is_cold():
+    """At least 99 % of later turns stay home; after a restart the router says cold."""
+    async with FakeEngine() as p, FakeEngine() as d0, FakeEngine() as d1:
+        nodes = [f"--node={role}={e.url}" for role, e in (("P", p), ("D", d0), ("D", d1))]
+        port = free_port()
+        async with serving("--policy", "local", *nodes, "--workers", "2", port=port):
+            talks = [await chat(port, [asks(at, 1)]) for at in range(40)]
+            stayed, workers = 0, set()
+            for turn in (2, 3, 4):
+                for at, (history, before) in enumerate(talks):
+                    talks[at] = await chat(port, [*history, asks(at, turn)])
+                    stayed += talks[at][1] == before | {"route": "local", "reason": "policy"}
+            metrics = (await once(port, Request("GET", "/metrics"))).body
+            decisions = await once(port, Request("GET", "/ppd/decisions?limit=1000"))
+            workers = {r["worker"] for r in decisions.json()["decisions"]}
+        async with serving("--policy", "local", *nodes, "--workers", "2", port=port):
+            _, after = await chat(port, [*talks[0][0], asks(0, 5)])
+
+    assert stayed >= 0.99 * 120
+    assert workers == {0, 1}
+    assert b'ppd_outcomes_total{outcome="ok"} 160.0' in metrics
+    assert (after["route"], after["reason"]) == ("remote", "cold")
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def test_a_worker_that_dies_is_replaced():
+    """Its port share is served again and its gauges are given back."""
+    async with FakeEngine() as r0:
+        port = free_port()
+        options = ("--policy", "roles", f"--node=R={r0.url}", "--workers", "2")
+        async with serving(*options, port=port) as process:
+            victim = children_of(process.pid)[0]
+            os.kill(victim, signal.SIGKILL)
+            async with asyncio.timeout(20):
+                while victim in (now := children_of(process.pid)) or len(now) < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            await answers(port)
+            for at in range(10):
+                await chat(port, [asks(at, 1)])
+
+
+async def test_sigterm_drains_and_exits_0():
+    """What runs is finished; the exit code says that all went well."""
+    async with FakeEngine() as r0:
+        port = free_port()
+        async with serving("--policy", "roles", f"--node=R={r0.url}", port=port) as process:
+            await chat(port, [asks(0, 1)])
+            process.terminate()
+            await asyncio.wait_for(process.wait(), 20)
+
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--node", "R=http://127.0.0.1:1"], 2, "either --table T.json or --policy NAME"),
+        (["--policy", "roles"], 2, "either --cluster cluster.toml or --node"),
+        (["--policy", "sideways", "--node", "R=http://127.0.0.1:1"], 2, "unknown policy"),
+        (["--policy", "roles", "--node", "X=http://127.0.0.1:1"], 2, "role 'X' is unknown"),
+        (["--policy", "roles", "--node", "D=http://127.0.0.1:1"], 2, "P is present exactly"),
+        (["--table", "none.json", "--node", "R=http://127.0.0.1:1"], 2, "none.json"),
+    ],
+)
+async def test_wrong_use_is_one_sentence(options, code, words):
+    """No traceback; the sentence says what to do."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "ppdbench", "serve", *options, stderr=asyncio.subprocess.PIPE
+    )
+    _, error = await asyncio.wait_for(process.communicate(), 60)
+
+    assert process.returncode == code
+    assert words in error.decode()
+    assert b"Traceback" not in error
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_a_port_in_use_is_exit_code_3(workers):
+    """The sentence names the port."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        options = ["--policy", "roles", "--node", "R=http://127.0.0.1:1", "--workers", workers]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "ppdbench", "serve", *options, "--port", str(port),
+            stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        _, error = await asyncio.wait_for(process.communicate(), 60)
+
+    assert process.returncode == 3
+    assert str(port) in error.decode()
+
+
+async def test_the_decisions_log_holds_one_line_per_turn_and_no_text(tmp_path):
+    """Counts, names and times only."""
+    log = tmp_path / "decisions.jsonl"
+    async with FakeEngine() as r0:
+        port = free_port()
+        options = ("--policy", "roles", f"--node=R={r0.url}", "--decisions-log", str(log))
+        async with serving(*options, port=port):
+            await chat(port, [{"role": "user", "content": "my secret words"}])
+    lines = log.read_bytes().splitlines()
+
+    assert [orjson.loads(line)["outcome"] for line in lines] == ["ok"]
+    assert b"secret" not in lines[0]
