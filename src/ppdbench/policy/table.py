@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 from ppdbench.core.decision import Decision, Features
@@ -34,4 +35,16 @@ def load_table_policy(path: str, topology: str | None = None) -> TablePolicy:
         TableError: a file that is no good table.
         UsageError: a table of several topologies, none of them the cluster's.
     """
+    file = Path(path)
+    stamp = (file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else None
+    return _kept_policy(path, topology, stamp)
+
+
+@lru_cache(maxsize=8)
+def _kept_policy(
+    path: str,
+    topology: str | None,
+    stamp: tuple[int, int] | None,  # noqa: ARG001 — a rewritten file is another key
+) -> TablePolicy:
+    """A sweep asks for the same table at every point, and making one costs more than a point."""
     return TablePolicy(load_table(Path(path)), f"table:{path}", topology)
