@@ -1,0 +1,53 @@
+"""What processes hold of the machine, seen from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+import psutil
+
+
+def members(leader_pids):
+    """Every process in the sessions that these pids lead."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError):
+            if os.getsid(process.pid) in leader_pids:
+                found.append(process)
+    return found
+
+
+def runs(process):
+    """A zombie that init has not collected yet does not run."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def memory_gib(processes):
+    """Proportional: shared pages count once."""
+    return sum(process.memory_full_info().pss for process in processes) / 2**30
+
+
+def shared_memory(processes):
+    """Files under /dev/shm that they have mapped."""
+    files = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            files |= set(re.findall(r"(/dev/shm/[^\s(]+)", maps))
+    return {Path(name) for name in files if Path(name).exists()}
+
+
+def ports(processes):
+    """TCP ports that they listen on."""
+    return {
+        connection.laddr.port
+        for process in processes
+        for connection in process.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
