@@ -10,12 +10,15 @@ from functools import wraps
 import pytest
 import uvloop
 
+from ppdbench.cluster import control, nixl
 from ppdbench.cluster.contract import ClusterSpec, Node
+from ppdbench.cluster.counters import read_metrics
 from ppdbench.core.conversation import Arrival, Conversation, Turn
 from ppdbench.core.decision import Route
 from ppdbench.core.topology import Role
+from ppdbench.load.clock import WallClock
 from ppdbench.load.live import LiveSettings, run_live_point
-from ppdbench.load.turns import TurnSettings
+from ppdbench.load.turns import HttpTurns, TurnSettings
 from ppdbench.policy.parse import parse_policy
 from ppdbench.runs.aggregate import Plan, aggregate
 from ppdbench.runs.points import PointKey
@@ -270,6 +273,48 @@ async def test_pull_without_an_offer_is_a_remote_turn_that_says_so():
 
     assert [r.reason for r in outcome.records[1:]] == ["pull refused: no_kv_offered"] * 2
     assert {r.route for r in outcome.records} == {Route.REMOTE}
+
+
+@on_uvloop
+async def test_pulls_come_after_unstreamed_turns_which_have_no_ttft_of_their_own():
+    """A turn that another follows is asked for whole, so D offers its KV; the last one streams."""
+    async with ScriptedCluster("1P_1D") as cluster:
+        outcome = await play(cluster, "pull", talks(4), settings(for_pulls=True))
+        on_p = read_metrics(cluster.engines["p0"].metrics()).counters
+
+    by_turn = {turn: [r for r in outcome.records if r.turn == turn] for turn in (1, 2, 3)}
+    assert all(record.ok for record in outcome.records)
+    assert {r.route for r in by_turn[1]} == {Route.REMOTE}
+    assert {r.route for r in by_turn[2] + by_turn[3]} == {Route.PULL}
+    assert {(r.whole, r.ttft_s, r.tpot_s) for r in by_turn[1] + by_turn[2]} == {(True, None, None)}
+    assert all(r.ttft_s > 0 and r.output_tokens == 8 for r in by_turn[3])
+    assert on_p.transfers == 8
+
+
+@on_uvloop
+async def test_what_p_holds_for_a_d_that_is_gone_is_freed_by_another_d():
+    """The refused D's turns fail; P keeps no blocks for them until its lease."""
+    async with ScriptedCluster("1P_2D") as cluster:
+        spec = cluster.spec
+        await cluster.engines["d1"].close()
+        turns = HttpTurns(spec, WallClock(), TurnSettings("fake"), salt="s", seed=1)
+        prefilled = await prefill(cluster)
+        assert cluster.engines["p0"].held
+
+        turns.release(prefilled, refused_by="d1")
+
+        while cluster.engines["p0"].held:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        await turns.close()
+        turns.clock.close()
+
+
+async def prefill(cluster):
+    """A hand-off that P has prepared and nobody has fetched."""
+    node = cluster.spec["p0"]
+    body = nixl.prefill_body({"model": "fake", "prompt": [1, 2, 3], "max_tokens": 4})
+    answer = await asyncio.to_thread(control.post, node, "/v1/completions", body, 10.0)
+    return nixl.read_prefilled(answer)
 
 
 @on_uvloop

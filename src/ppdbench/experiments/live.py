@@ -13,6 +13,7 @@ import uvloop
 from ppdbench.cluster.canary import check_canaries
 from ppdbench.cluster.launch import Cluster
 from ppdbench.core.conversation import Arrival, Conversation
+from ppdbench.core.decision import Route
 from ppdbench.core.errors import EngineError
 from ppdbench.core.seeds import seed_for
 from ppdbench.core.topology import Topology
@@ -87,8 +88,10 @@ class _OnCluster:
         self._measuring = backend.measuring
         self._cluster = cluster
         self._wrong_answers: list[str] = []
+        self._pulls = False
 
     def measure(self, keys: Sequence[PointKey]) -> Iterator[Measured]:
+        self._pulls = any(key.policy == Route.PULL for key in keys)
         self._check_answers()
         for key in keys:
             yield self._until_measured(key)
@@ -97,7 +100,7 @@ class _OnCluster:
         """Wrong KV comes with HTTP 200; a cluster that has it proves no path."""
         if self._backend.options.canaries:
             model = self._cluster.facts.model
-            self._wrong_answers = check_canaries(self._cluster.spec, model)
+            self._wrong_answers = check_canaries(self._cluster.spec, model, pull=self._pulls)
         for problem in self._wrong_answers:
             self._backend.say(f"canary: {problem}")
 
@@ -164,6 +167,7 @@ class _OnCluster:
             self._cluster.facts.model,
             exact_lengths=grid.engine.ignore_eos,
             vocabulary=self._backend.options.vocabulary,
+            for_pulls=key.policy == Route.PULL,
             extra={"temperature": grid.engine.temperature},
         )
         users = int(key.rate_per_s) if grid.arrivals.is_closed else None

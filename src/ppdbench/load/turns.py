@@ -36,7 +36,8 @@ class TurnSettings:
 
     ``exact_lengths`` asks for as many tokens as planned, end-of-text or not (``ignore_eos`` and
     ``min_tokens``). ``vocabulary`` bounds ids drawn for workloads without content. ``extra`` goes
-    into every body.
+    into every body. With ``for_pulls`` each turn that another follows is asked for whole: vLLM
+    names D's KV, which a pull needs, on unstreamed answers alone.
     """
 
     model: str
@@ -45,6 +46,7 @@ class TurnSettings:
     exact_lengths: bool = True
     vocabulary: int = 4000
     keep_token_instants: bool = True
+    for_pulls: bool = False
     extra: Mapping[str, Any] | None = None
 
 
@@ -84,6 +86,7 @@ class HttpTurns:
         self._salt = salt
         self._seed = seed
         self._pools: dict[str | None, Pool] = {}
+        self._hand_off_homes = [n.name for n in cluster.nodes if n.role.needs_prefill_node]
         self._addresses = {node.name: self._address(node) for node in cluster.nodes}
         self._memories: dict[str, _Memory] = {}
         self._running: Counter[str] = Counter()
@@ -143,10 +146,11 @@ class HttpTurns:
             **memory.history.ask(record.turn, dialogue.plan),
             "max_tokens": record.wanted_output_tokens,
             "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream": not record.whole,
             "cache_salt": self._salt,
         }
+        if not record.whole:
+            body["stream_options"] = {"include_usage": True}
         if self.settings.exact_lengths:
             body |= {"min_tokens": record.wanted_output_tokens, "ignore_eos": True}
         if self.settings.extra:
@@ -158,6 +162,17 @@ class HttpTurns:
         name = f"{flight.record.conversation}/{flight.record.turn}"
         headers = (*address.headers, (b"x-ppd-turn", quote(name).encode()))
         return address.pool.start(address.origin, Request.json(path, body, headers), flight)
+
+    def release(self, prefilled: nixl.Prefilled, refused_by: str) -> None:
+        """Let another D free what P holds for a D that is gone; without one P's lease does it."""
+        for name in self._hand_off_homes:
+            if name != refused_by:
+                address = self._addresses[name]
+                request = Request.json(
+                    "/v1/completions", nixl.release_body(prefilled), address.headers
+                )
+                address.pool.start(address.origin, request, _Unheard())
+                return
 
     def prefilling(self, node: str, tokens: int) -> None:
         self._outstanding[node] += tokens
@@ -181,12 +196,24 @@ class HttpTurns:
         return _Address(Origin.parse(node.url), headers, pool)
 
 
+class _Unheard:
+    """The sink of a release: whatever is answered, nothing can be done about it."""
+
+    def on_head(self, head: Head, at_s: float) -> None: ...
+
+    def on_body(self, data: bytes, at_s: float) -> None: ...
+
+    def on_end(self, at_s: float) -> None: ...
+
+    def on_failure(self, error: HttpError, at_s: float) -> None: ...
+
+
 class _Flight:
     """One turn on its way: P first if its route says so, then the home. A sink of both answers."""
 
-    __slots__ = ("_body", "_done", "_error_body", "_exchange", "_head", "_memory", "_prefill_body",
-                 "_prefilled", "_prefilling", "_prompt_tokens", "_reply", "_turns", "dialogue",
-                 "record")  # fmt: skip
+    __slots__ = ("_body", "_done", "_error_body", "_exchange", "_head", "_memory",
+                 "_prefilled", "_prefilling", "_prompt_tokens", "_reply", "_turns",
+                 "_whole_body", "dialogue", "record")  # fmt: skip
 
     def __init__(
         self,
@@ -205,19 +232,24 @@ class _Flight:
         self._head: Head | None = None
         self._error_body = b""
         self._prefilling = False
-        self._prefill_body = b""
+        self._whole_body = b""
         self._prefilled: nixl.Prefilled | None = None
         self._prompt_tokens = record.context_tokens + record.new_tokens
         self._reply = Reply()
         self._exchange: Exchange | None = None
 
     def launch(self) -> None:
+        self.record.whole = self._turns.settings.for_pulls and not self._is_last
         self._body = self._turns.body(self._memory, self.dialogue, self.record)
         if self.record.prefill_node is not None:
             self._ask_prefill(self.record.prefill_node)
         else:
             self._ask_home(nixl.local_body(self._body))
         self._note_sent()
+
+    @property
+    def _is_last(self) -> bool:
+        return self.record.turn == len(self.dialogue.conversation.turns)
 
     def check_time(self, now_s: float) -> None:
         settings, waited_s = self._turns.settings, now_s - self.record.sent_at_s
@@ -244,18 +276,20 @@ class _Flight:
         assert self._head is not None
         if self._head.status != 200:
             self._error_body += data
-        elif self._prefilling:
-            self._prefill_body += data
+        elif self._prefilling or self.record.whole:
+            self._whole_body += data
         else:
             self._reply.feed(data, at_s)
 
-    def on_end(self, at_s: float) -> None:  # noqa: ARG002
+    def on_end(self, at_s: float) -> None:
         assert self._head is not None
         if self._head.status != 200:
             self._land(Outcome.UPSTREAM_STATUS, self._status_text())
         elif self._prefilling:
             self._end_prefill()
         else:
+            if self.record.whole:
+                self._reply.feed_whole(self._whole_body, at_s)
             self._end_reply()
 
     def on_failure(self, error: HttpError, at_s: float) -> None:  # noqa: ARG002
@@ -263,6 +297,8 @@ class _Flight:
             return
         if isinstance(error, ConnectError):
             outcome = Outcome.REFUSED
+            if self._prefilled is not None:
+                self._turns.release(self._prefilled, self.record.node)
         else:
             outcome = Outcome.BROKEN_STREAM if error.got_bytes else Outcome.NO_FIRST_BYTE
         self._land(outcome, str(error))
@@ -294,12 +330,12 @@ class _Flight:
     def _end_prefill(self) -> None:
         self._leave_prefill()
         try:
-            prefilled = nixl.read_prefilled(orjson.loads(self._prefill_body))
+            prefilled = nixl.read_prefilled(orjson.loads(self._whole_body))
         except (EngineError, ValueError) as error:
             self._land(Outcome.UPSTREAM_STATUS, str(error))
             return
         self._prefilled = prefilled
-        self._prefill_body = b""
+        self._whole_body = b""
         self._head = None
         self._ask_home(nixl.decode_body(self._body, prefilled))
 
@@ -327,8 +363,7 @@ class _Flight:
             text = f"{reply.output_tokens} tokens instead of {record.wanted_output_tokens}"
             self._land(Outcome.WRONG_LENGTH, text)
             return
-        last = record.turn == len(self.dialogue.conversation.turns)
-        unfit = "" if last else self._hear()
+        unfit = "" if self._is_last else self._hear()
         self._land(Outcome.BROKEN_STREAM if unfit else Outcome.OK, unfit)
 
     def _hear(self) -> str:
@@ -351,7 +386,9 @@ class _Flight:
         record, reply = self.record, self._reply
         record.outcome, record.error = outcome, error
         self._fill_counts()
-        if reply.first_token_at_s is not None and reply.last_token_at_s is not None:
+        if record.whole:
+            record.finished_at_s = self._turns.clock.now_s
+        elif reply.first_token_at_s is not None and reply.last_token_at_s is not None:
             record.first_token_at_s = self._on_clock(reply.first_token_at_s)
             record.finished_at_s = self._on_clock(reply.last_token_at_s)
         else:

@@ -29,7 +29,8 @@ class TurnRecord:
     turn that got no token has ``first_token_at_s`` ``None``. ``finished_at_s`` is the last token's
     instant of a good turn. Token counts are the server's unless ``counts_estimated``;
     ``cached_tokens`` is ``None`` when the server said nothing, never 0. ``new_tokens`` and
-    ``context_tokens`` split the prompt as the workload planned it.
+    ``context_tokens`` split the prompt as the workload planned it. An answer that came ``whole``,
+    not streamed, has no instant of its first token: the turn is good and has no TTFT and no TPOT.
     """
 
     conversation: str
@@ -54,25 +55,27 @@ class TurnRecord:
     error: str = ""
     reason: str = ""
     warm_up: bool = False
+    whole: bool = False
     token_at_s: list[float] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        return self.outcome is Outcome.OK and self.first_token_at_s is not None
+        came = self.whole or self.first_token_at_s is not None
+        return self.outcome is Outcome.OK and came
 
     @property
     def ttft_s(self) -> float | None:
         """From the schedule, so a wait behind the client counts."""
-        return None if not self.ok else self._first - self.scheduled_at_s
+        return None if not self._timed else self._first - self.scheduled_at_s
 
     @property
     def ttft_sent_s(self) -> float | None:
-        return None if not self.ok else self._first - self.sent_at_s
+        return None if not self._timed else self._first - self.sent_at_s
 
     @property
     def tpot_s(self) -> float | None:
         """(last token − first token)/(tokens − 1); ``None`` below two tokens."""
-        if not self.ok or self.finished_at_s is None or (self.output_tokens or 0) < 2:
+        if not self._timed or self.finished_at_s is None or (self.output_tokens or 0) < 2:
             return None
         return (self.finished_at_s - self._first) / ((self.output_tokens or 0) - 1)
 
@@ -88,6 +91,10 @@ class TurnRecord:
         if self.prompt_tokens is None or self.cached_tokens is None:
             return None
         return self.prompt_tokens - self.cached_tokens
+
+    @property
+    def _timed(self) -> bool:
+        return self.ok and not self.whole
 
     @property
     def _first(self) -> float:
