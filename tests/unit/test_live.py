@@ -13,6 +13,7 @@ import uvloop
 from ppdbench.cluster import control, nixl
 from ppdbench.cluster.contract import ClusterSpec, Node
 from ppdbench.cluster.counters import read_metrics
+from ppdbench.cluster.link import SlowLink
 from ppdbench.core.conversation import Arrival, Conversation, Turn
 from ppdbench.core.decision import Route
 from ppdbench.core.topology import Role
@@ -307,6 +308,31 @@ async def test_what_p_holds_for_a_d_that_is_gone_is_freed_by_another_d():
             await asyncio.sleep(0.005)
         await turns.close()
         turns.clock.close()
+
+
+@on_uvloop
+async def test_a_slow_link_delays_hand_offs_and_nothing_else():
+    """A remote turn comes later by at least the emulated delay; a local one does not wait."""
+    link = SlowLink(bytes_per_s=1000, kv_bytes_per_token=1, real_s_per_byte=0, block_tokens=16)
+    async with ScriptedCluster("1P_1D") as cluster:
+        outcome = await play(cluster, "local", talks(3, turns=2, new=160), settings(slow_link=link))
+
+    for record in outcome.records:
+        assert record.ok
+        assert (record.ttft_s >= 0.16) is (record.route is Route.REMOTE)
+
+
+@on_uvloop
+async def test_a_turn_given_up_on_the_slow_link_leaves_nothing_at_p():
+    """D was never asked, so P is told to free what it holds."""
+    link = SlowLink(bytes_per_s=1.0, kv_bytes_per_token=1, real_s_per_byte=0, block_tokens=16)
+    live = settings(slow_link=link, turn_timeout_s=0.2)
+    async with ScriptedCluster("1P_1D") as cluster:
+        outcome = await play(cluster, "remote", talks(3, turns=1), live)
+        while cluster.engines["p0"].held:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+    assert {record.outcome for record in outcome.records} == {Outcome.TIMEOUT}
 
 
 async def prefill(cluster):

@@ -10,9 +10,9 @@ import typer
 from ppdbench.cli.output import command, say, show, show_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from ppdbench.cluster.launch import LaunchOptions
+    from ppdbench.cluster.launch import LaunchedCluster, LaunchOptions
     from ppdbench.cluster.state import ClusterState, StateFolder
     from ppdbench.cluster.vllm_args import NodeCommand
     from ppdbench.core.topology import Topology
@@ -55,6 +55,9 @@ def up(
     engine_arg: Annotated[
         list[str] | None, typer.Option(help="Passed to vLLM as it is; may be repeated.")
     ] = None,
+    canaries: Annotated[
+        bool, typer.Option("--canaries", help="Compare greedy answers of every route.")
+    ] = False,
     gpu: Annotated[str | None, typer.Option(help="Simulated GPU (sim).")] = None,
     ready_within: Annotated[float, typer.Option(min=1, help="Seconds to wait.")] = 600.0,
     dry_run: Annotated[
@@ -78,7 +81,8 @@ def up(
         _show_commands(_dry_commands(backend, shape, options, gpu, folder), as_json=as_json)
         return
     folder.refuse_second()
-    _up(folder, backend, _commands(backend, shape, options, gpu, folder), ready_within)
+    commands = _commands(backend, shape, options, gpu, folder)
+    _up(folder, backend, commands, ready_within, _check_with(pull=pull) if canaries else None)
     _show_status(folder, as_json=as_json)
 
 
@@ -199,14 +203,33 @@ def _sim_commands(
 
 
 def _up(
-    folder: StateFolder, backend: str, commands: Sequence[NodeCommand], ready_within_s: float
+    folder: StateFolder,
+    backend: str,
+    commands: Sequence[NodeCommand],
+    ready_within_s: float,
+    check: Callable[[LaunchedCluster], None] | None,
 ) -> None:
     from ppdbench.cluster.launch import launch_commands
 
     say(f"starting {len(commands)} nodes; logs in {folder.logs}")
     with launch_commands(commands, folder.logs, ready_within_s, say) as cluster:
+        if check is not None:
+            check(cluster)
         folder.write(backend, cluster.spec, cluster.processes)
         cluster.detach()
+
+
+def _check_with(*, pull: bool) -> Callable[[LaunchedCluster], None]:
+    from ppdbench.cluster.canary import check_canaries, paths_of
+    from ppdbench.core.errors import EngineError
+
+    def check(cluster: LaunchedCluster) -> None:
+        problems = check_canaries(cluster.spec, cluster.facts.model, pull=pull)
+        if problems:
+            raise EngineError("; ".join(problems))
+        say(f"canaries agree over {len(paths_of(cluster.spec, pull=pull))} paths")
+
+    return check
 
 
 def _show_commands(commands: Sequence[NodeCommand], *, as_json: bool) -> None:

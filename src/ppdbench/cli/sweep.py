@@ -80,6 +80,10 @@ def sweep(
         bool, typer.Option("--no-canaries", help="vllm, attach: do not compare the routes' tokens.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    emulate_link: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="vllm, attach: GB/s that hand-offs are slowed down to."),
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,  # noqa: ARG001
 ) -> None:
     """Measure every point of a grid into a run folder.
@@ -106,7 +110,9 @@ def sweep(
             engine_args=tuple(engine_arg or ()), ready_within_s=ready_within,
         ),
         cluster=_cluster(cluster, node or []),
-        live=LiveOptions(point_timeout, warm_up, canaries=not no_canaries),
+        live=LiveOptions(
+            point_timeout, warm_up, canaries=not no_canaries, emulated_gb_per_s=emulate_link
+        ),
     )  # fmt: skip
     folder = out or _default_folder(grid)
     chosen = choose_backend(choice, folder / "logs", say)

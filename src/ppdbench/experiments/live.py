@@ -12,6 +12,7 @@ import uvloop
 
 from ppdbench.cluster.canary import check_canaries
 from ppdbench.cluster.launch import Cluster
+from ppdbench.cluster.link import SlowLink, measure_link
 from ppdbench.core.conversation import Arrival, Conversation
 from ppdbench.core.decision import Route
 from ppdbench.core.errors import EngineError
@@ -36,12 +37,14 @@ class LiveOptions:
     """How live points are run.
 
     ``warm_up`` conversations go before each point, ``None`` for one per home. ``canaries`` sends
-    small greedy conversations over every path of a fresh cluster and compares the answers.
+    small greedy conversations over every path of a fresh cluster, and over one after each point,
+    and compares the answers. ``emulated_gb_per_s`` slows hand-offs down to that rate.
     """
 
     point_timeout_s: float = 900.0
     warm_up: int | None = None
     canaries: bool = True
+    emulated_gb_per_s: float | None = None
     vocabulary: int = 4000
 
 
@@ -55,7 +58,11 @@ class LiveBackend:
     say: Callable[[str], None] = lambda _: None
 
     def identity(self) -> EngineIdentity:
-        return self.source.identity(list(_by_shape(self.measuring.grid.points())))
+        identity = self.source.identity(list(_by_shape(self.measuring.grid.points())))
+        if self.options.emulated_gb_per_s is None:
+            return identity
+        name = f"{identity.connector}, emulated {self.options.emulated_gb_per_s:g} GB/s"
+        return replace(identity, connector=name)
 
     def expected_s(self, keys: Sequence[PointKey]) -> float:
         starts = len(_by_shape(keys)) * self.source.start_s
@@ -89,20 +96,35 @@ class _OnCluster:
         self._cluster = cluster
         self._wrong_answers: list[str] = []
         self._pulls = False
+        self._slow_link: SlowLink | None = None
+        self._points = 0
 
     def measure(self, keys: Sequence[PointKey]) -> Iterator[Measured]:
         self._pulls = any(key.policy == Route.PULL for key in keys)
         self._check_answers()
+        self._slow_link = self._measured_link()
         for key in keys:
             yield self._until_measured(key)
 
-    def _check_answers(self) -> None:
-        """Wrong KV comes with HTTP 200; a cluster that has it proves no path."""
-        if self._backend.options.canaries:
-            model = self._cluster.facts.model
-            self._wrong_answers = check_canaries(self._cluster.spec, model, pull=self._pulls)
-        for problem in self._wrong_answers:
+    def _check_answers(self, only: int | None = None) -> None:
+        """Wrong KV comes with HTTP 200; a cluster that ever had it proves no path."""
+        if not self._backend.options.canaries:
+            return
+        found = check_canaries(
+            self._cluster.spec, self._cluster.facts.model, pull=self._pulls, only=only
+        )
+        self._wrong_answers += found
+        for problem in found:
             self._backend.say(f"canary: {problem}")
+
+    def _measured_link(self) -> SlowLink | None:
+        rate = self._backend.options.emulated_gb_per_s
+        if rate is None or not self._cluster.spec.topology.prefill_nodes:
+            return None
+        facts = self._cluster.facts
+        if facts.block_size is None:
+            raise EngineError("--emulate-link: the engine does not say its block size")
+        return measure_link(self._cluster.spec, facts.model, facts.block_size, rate * 1e9)
 
     def _until_measured(self, key: PointKey) -> Measured:
         """Two attempts, the second on a fresh cluster; then the failure is the result."""
@@ -133,6 +155,8 @@ class _OnCluster:
         outcome = self._play(key)
         if sick := self._sick():
             raise EngineError(f"{', '.join(sick)} did not answer the health check after the point")
+        self._check_answers(only=self._points)
+        self._points += 1
         if self._wrong_answers:
             outcome.facts["path_proven"] = False
         outcome.timing |= {
@@ -168,6 +192,7 @@ class _OnCluster:
             exact_lengths=grid.engine.ignore_eos,
             vocabulary=self._backend.options.vocabulary,
             for_pulls=key.policy == Route.PULL,
+            slow_link=self._slow_link,
             extra={"temperature": grid.engine.temperature},
         )
         users = int(key.rate_per_s) if grid.arrivals.is_closed else None

@@ -17,6 +17,7 @@ import orjson
 
 from ppdbench.cluster import nixl
 from ppdbench.cluster.contract import ClusterSpec, Node
+from ppdbench.cluster.link import SlowLink
 from ppdbench.core.decision import Route
 from ppdbench.core.errors import EngineError
 from ppdbench.http.client import Exchange, Pool
@@ -37,7 +38,8 @@ class TurnSettings:
     ``exact_lengths`` asks for as many tokens as planned, end-of-text or not (``ignore_eos`` and
     ``min_tokens``). ``vocabulary`` bounds ids drawn for workloads without content. ``extra`` goes
     into every body. With ``for_pulls`` each turn that another follows is asked for whole: vLLM
-    names D's KV, which a pull needs, on unstreamed answers alone.
+    names D's KV, which a pull needs, on unstreamed answers alone. A ``slow_link`` makes D's request
+    of each hand-off wait.
     """
 
     model: str
@@ -47,6 +49,7 @@ class TurnSettings:
     vocabulary: int = 4000
     keep_token_instants: bool = True
     for_pulls: bool = False
+    slow_link: SlowLink | None = None
     extra: Mapping[str, Any] | None = None
 
 
@@ -56,6 +59,7 @@ class _Memory:
 
     history: History
     held: nixl.HeldKv | None = None
+    home_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +167,8 @@ class HttpTurns:
         headers = (*address.headers, (b"x-ppd-turn", quote(name).encode()))
         return address.pool.start(address.origin, Request.json(path, body, headers), flight)
 
-    def release(self, prefilled: nixl.Prefilled, refused_by: str) -> None:
-        """Let another D free what P holds for a D that is gone; without one P's lease does it."""
+    def release(self, prefilled: nixl.Prefilled, refused_by: str | None) -> None:
+        """Let a D, another than the one that is gone, free what P holds; else P's lease does it."""
         for name in self._hand_off_homes:
             if name != refused_by:
                 address = self._addresses[name]
@@ -211,7 +215,7 @@ class _Unheard:
 class _Flight:
     """One turn on its way: P first if its route says so, then the home. A sink of both answers."""
 
-    __slots__ = ("_body", "_done", "_error_body", "_exchange", "_head", "_memory",
+    __slots__ = ("_body", "_done", "_error_body", "_exchange", "_head", "_landed", "_memory",
                  "_prefilled", "_prefilling", "_prompt_tokens", "_reply", "_turns",
                  "_whole_body", "dialogue", "record")  # fmt: skip
 
@@ -237,6 +241,7 @@ class _Flight:
         self._prompt_tokens = record.context_tokens + record.new_tokens
         self._reply = Reply()
         self._exchange: Exchange | None = None
+        self._landed = False
 
     def launch(self) -> None:
         self.record.whole = self._turns.settings.for_pulls and not self._is_last
@@ -261,6 +266,8 @@ class _Flight:
     def give_up(self, outcome: Outcome, error: str) -> None:
         """Close the connection, so that the engine stops, and record why."""
         exchange, self._exchange = self._exchange, None
+        if exchange is None and self._prefilled is not None:
+            self._turns.release(self._prefilled, refused_by=None)
         self._land(outcome, error)
         if exchange is not None:
             exchange.cancel()
@@ -337,7 +344,20 @@ class _Flight:
         self._prefilled = prefilled
         self._whole_body = b""
         self._head = None
-        self._ask_home(nixl.decode_body(self._body, prefilled))
+        self._exchange = None
+        self._after_the_link(prefilled)
+
+    def _after_the_link(self, prefilled: nixl.Prefilled) -> None:
+        link, clock = self._turns.settings.slow_link, self._turns.clock
+        if link is None:
+            self._hand_over(prefilled)
+            return
+        delay_s = link.delay_s(self._prompt_tokens, self._memory.home_tokens)
+        clock.at(clock.now_s + delay_s, self._hand_over, prefilled)
+
+    def _hand_over(self, prefilled: nixl.Prefilled) -> None:
+        if not self._landed:
+            self._ask_home(nixl.decode_body(self._body, prefilled))
 
     def _leave_prefill(self) -> None:
         if self._prefilling:
@@ -363,6 +383,7 @@ class _Flight:
             text = f"{reply.output_tokens} tokens instead of {record.wanted_output_tokens}"
             self._land(Outcome.WRONG_LENGTH, text)
             return
+        self._memory.home_tokens = (reply.prompt_tokens or 0) + reply.output_tokens - 1
         unfit = "" if self._is_last else self._hear()
         self._land(Outcome.BROKEN_STREAM if unfit else Outcome.OK, unfit)
 
@@ -376,6 +397,7 @@ class _Flight:
         return unfit
 
     def _land(self, outcome: Outcome, error: str) -> None:
+        self._landed = True
         self._leave_prefill()
         self._exchange = None
         self._fill_record(outcome, error)
