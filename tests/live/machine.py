@@ -45,9 +45,13 @@ def shared_memory(processes):
 
 def ports(processes):
     """TCP ports that they listen on."""
-    return {
-        connection.laddr.port
-        for process in processes
-        for connection in process.net_connections(kind="tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }
+    return {port for process in processes for port in _listening(process.net_connections("tcp"))}
+
+
+def all_ports():
+    """TCP ports that anybody listens on."""
+    return _listening(psutil.net_connections("tcp"))
+
+
+def _listening(connections):
+    return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
