@@ -69,7 +69,7 @@ class ThreadedCluster:
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Sweep the grid on a source; the run folder's points."""
-    monkeypatch.setattr("ppdbench.load.live.PROOF_PAUSE_S", 0.02)
+    monkeypatch.setattr("ppdbench.load.proving.PAUSE_S", 0.02)
 
     def sweep_it(source, text=GRID, **options):
         path = tmp_path / "grid.toml"
