@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 from ppdbench.cli.app import app
 from ppdbench.runs.manifest import EngineIdentity, Manifest
 from ppdbench.runs.store import RunWriter
+from ppdbench.table.schema import Cell, Table, save_table
+from ppdbench.table.score import Rule, Side, Slo
 
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 
@@ -163,6 +165,21 @@ def test_reweight_and_diff_agree_with_a_build(run, table, tmp_path):
         ("local", "remote", "rule")
     ]
     assert changed["rule"] == {"w_tpot": ["1.0", "6.0"]}
+
+
+def test_limits_are_not_reweighed(tmp_path):
+    """A table that decides by --slo has no weights to change; saying so beats doing nothing."""
+    stats = dict.fromkeys(STATISTICS, 0.1)
+    side = Side(40, 1.0, stats, stats, stats, meets_slo=0.5)
+    centre = {"context_tokens": 64, "new_tokens": 8, "output_tokens": 8, "rate_per_s": 1.0}
+    cell = Cell(
+        topology="2P_2D", workload="w", backend="vllm", centre=centre, remote=side, local=side
+    )
+    save_table(Table(Rule(slo=Slo(0.2, 0.03)), {}, (cell,)), tmp_path / "t.json")
+    result = ppd("table", "reweight", tmp_path / "t.json", "--w-tpot", 6, "-o", tmp_path / "u.json")
+
+    assert result.exit_code == 2
+    assert "limits" in result.stderr
 
 
 @pytest.mark.parametrize("router", ["vllm-router", "dynamo", "llm-d"])

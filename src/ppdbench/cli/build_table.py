@@ -72,7 +72,8 @@ def build_table(
     _report(built, output)
     summary = {**counts(table), "digest": table.digest}
     if json:
-        show_json({**summary, "unpaired": len(built.unpaired), "thin": len(built.thin)})
+        left_out = {"unpaired": len(built.unpaired), "thin": len(built.thin)}
+        show_json({**summary, **left_out, "barred": dict(built.barred)})
     else:
         show("  ".join(f"{name} {value}" for name, value in summary.items()))
 
@@ -88,4 +89,6 @@ def _report(built: Built, output: Path) -> None:
         if places:
             workload, rate = places[0]
             say(f"left out, {name}: {len(places)} places, first {workload} at {rate:g}/s")
+    for code, count in sorted(built.barred.items()):
+        say(f"left out, {code}: {count} points, which may never vote")
     say(f"the table is {output}")

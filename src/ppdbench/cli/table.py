@@ -143,11 +143,14 @@ def reweight(
     from dataclasses import replace
 
     from ppdbench.cli.table_view import summary
+    from ppdbench.core.errors import UsageError
     from ppdbench.table.fill import reweight as weigh
     from ppdbench.table.schema import load_table, save_table
     from ppdbench.table.score import Guard, default_choice
 
     table = load_table(path)
+    if table.rule.slo is not None and (w_ttft is not None or w_tpot is not None):
+        raise UsageError("the table decides by limits, not by weights; build one without --slo")
     given: dict[str, Any] = {
         "w_ttft": w_ttft,
         "w_tpot": w_tpot,

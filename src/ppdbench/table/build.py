@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,14 @@ from ppdbench import __version__
 from ppdbench.core.errors import NothingUsableError
 from ppdbench.core.topology import Topology
 from ppdbench.table.cells import Compared, aggregate_cell, turn_cells
-from ppdbench.table.inputs import Pairing, Place, RunInput, check_poolable, points_at
+from ppdbench.table.inputs import (
+    Pairing,
+    Place,
+    RunInput,
+    barred,
+    check_poolable,
+    points_at,
+)
 from ppdbench.table.paired import Bin, Turns, length_bins, paired_turns
 from ppdbench.table.schema import Cell, Table
 from ppdbench.table.score import Rule
@@ -18,11 +26,15 @@ from ppdbench.table.score import Rule
 
 @dataclass(slots=True)
 class Built:
-    """A table and what did not become a cell: places with one side only, and thin ones."""
+    """A table and what did not become a cell.
+
+    Places with one side only, places with too few samples, and points that may never vote.
+    """
 
     table: Table
     unpaired: list[Place] = field(default_factory=list)
     thin: list[Place] = field(default_factory=list)
+    barred: Counter[str] = field(default_factory=Counter)
 
 
 def build_table(runs: Sequence[RunInput], bases: Sequence[str], rule: Rule) -> Built:
@@ -38,26 +50,40 @@ def build_table(runs: Sequence[RunInput], bases: Sequence[str], rule: Rule) -> B
     """
     runs = sorted(runs, key=lambda run: run.digest)
     check_poolable(runs)
-    unpaired: list[Place] = []
-    thin: list[Place] = []
-    cells: list[Cell] = []
-    for base in bases:
-        for compared in _compared(runs, Pairing.of(Topology.parse(base)), unpaired):
-            for cell in _cells(compared, rule):
-                if _thin(cell, rule):
-                    thin.append(compared.place)
-                else:
-                    cells.append(cell)
+    left_out = _LeftOut()
+    pairings = [Pairing.of(Topology.parse(base)) for base in bases]
+    cells = [cell for pairing in pairings for cell in _of_base(runs, pairing, rule, left_out)]
     if not cells:
-        raise NothingUsableError(_nothing_to_compare(bases, unpaired, thin))
-    return Built(Table(rule, _provenance(runs, bases), tuple(cells)), unpaired, thin)
+        raise NothingUsableError(_nothing_to_compare(bases, left_out))
+    table = Table(rule, _provenance(runs, bases), tuple(cells))
+    return Built(table, left_out.unpaired, left_out.thin, left_out.barred)
 
 
-def _nothing_to_compare(bases: Sequence[str], unpaired: list[Place], thin: list[Place]) -> str:
+@dataclass(slots=True)
+class _LeftOut:
+    unpaired: list[Place] = field(default_factory=list)
+    thin: list[Place] = field(default_factory=list)
+    barred: Counter[str] = field(default_factory=Counter)
+
+
+def _of_base(
+    runs: Sequence[RunInput], pairing: Pairing, rule: Rule, left_out: _LeftOut
+) -> Iterator[Cell]:
+    left_out.barred += barred(runs, (*pairing.remote, *pairing.local))
+    for work in _compared(runs, pairing, left_out.unpaired):
+        for cell in _cells(work, rule):
+            if _thin(cell, rule):
+                left_out.thin.append(work.place)
+            else:
+                yield cell
+
+
+def _nothing_to_compare(bases: Sequence[str], left_out: _LeftOut) -> str:
+    codes = ", ".join(f"{count} {code}" for code, count in sorted(left_out.barred.items()))
     return (
-        f"no cell for base {', '.join(bases)}: {len(unpaired)} places have one side only and "
-        f"{len(thin)} have too few samples; sweep the base under remote and local, "
-        "or lower --min-n"
+        f"no cell for base {', '.join(bases)}: {len(left_out.unpaired)} places have one side "
+        f"only, {len(left_out.thin)} have too few samples, and points that may never vote: "
+        f"{codes or 'none'}; sweep the base under remote and local, or lower --min-n"
     )
 
 

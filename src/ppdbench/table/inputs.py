@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,17 @@ class SidePoint:
 
 def votes(point: Point) -> bool:
     return not NEVER_VOTES.intersection(point["validity"])
+
+
+def barred(runs: Sequence[RunInput], sides: Sequence[tuple[str, str]]) -> Counter[str]:
+    """Points of these sides that may never vote, by code."""
+    return Counter(
+        str(code)
+        for run in runs
+        for point in run.points
+        if (point["topology"], point["policy"]) in sides
+        for code in NEVER_VOTES.intersection(point["validity"])
+    )
 
 
 def points_at(

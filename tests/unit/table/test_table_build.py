@@ -203,7 +203,8 @@ def test_points_that_may_never_vote_do_not():
 
     assert counts(built.table)["cells"] == 1
     assert built.unpaired == [("w", 4.0)]
-    with pytest.raises(NothingUsableError, match="1 places have one side only"):
+    assert built.barred == {"path_unproven": 1}
+    with pytest.raises(NothingUsableError, match=r"1 places have one side only.*1 path_unproven"):
         build(run(points[2:]))
 
 
