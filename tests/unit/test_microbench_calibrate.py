@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from ppdbench.core.errors import NothingUsableError, UsageError
+from ppdbench.experiments.choosing import sim_config
 from ppdbench.experiments.microbench.calibrate import (
     calibrate,
     calibrate_from,
@@ -85,6 +86,17 @@ def test_a_calibration_file_is_read_as_written_or_refused(tmp_path):
         read_calibration(path)
     with pytest.raises(UsageError, match="no such file"):
         read_calibration(tmp_path / "missing.json")
+
+
+def test_a_sweep_takes_everything_a_calibration_knows(tmp_path):
+    """``--costs FILE`` brings overheads, block size and limits; what was asked for stays."""
+    path = tmp_path / "costs.json"
+    write_calibration(path, ENGINE)
+    config = sim_config({}, {"costs": str(path), "model": "other"})
+
+    assert config.overheads == ENGINE.overheads()
+    assert (config.block_tokens, config.max_context_tokens) == (128, 8192)
+    assert config.model == "other"
 
 
 def test_too_few_cells_make_no_fit(document, tmp_path):

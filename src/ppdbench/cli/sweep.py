@@ -51,6 +51,9 @@ def sweep(
         str | None, typer.Option(help="GPU that is simulated, or attached; default h100_sxm.")
     ] = None,
     connector: Annotated[str | None, typer.Option(help="KV connector; default nixl.")] = None,
+    costs: Annotated[
+        str | None, typer.Option(help="sim: measured, or a file of ppd microbench --calibrate.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Weights and KV of engines.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="vllm: cuda or cpu.")] = "cuda",
     gpus: Annotated[str, typer.Option(help="vllm: device ids, as in 0,1,2,3.")] = "",
@@ -102,7 +105,7 @@ def sweep(
         keep_records=keep_records,
         traces=trace,
         limits=Limits(slo_ttft, slo_tpot),
-        settings={"gpu": gpu, "model": model, "connector": connector},
+        settings={"gpu": gpu, "model": model, "connector": connector, "costs": costs},
         dtype=dtype if backend == "attach" else None,
         launch=launch_options(
             model=model, device=device, gpus=gpus, tp=tp, connector=connector or "nixl", vllm=vllm,

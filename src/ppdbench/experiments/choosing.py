@@ -17,7 +17,9 @@ from ppdbench.experiments.live import LiveBackend, LiveOptions
 from ppdbench.experiments.measuring import Measuring
 from ppdbench.experiments.workers import available_cores
 from ppdbench.runs.aggregate import Limits
+from ppdbench.sim.calibrated import read_calibration
 from ppdbench.sim.config import SimConfig
+from ppdbench.sim.prepare import BUILT_IN
 
 BACKENDS = ("sim", "vllm", "attach")
 
@@ -108,4 +110,9 @@ def sim_config(proposed: Mapping[str, Any], asked: Mapping[str, Any]) -> SimConf
             f"setting {unknown[0]!r}: the simulator has no such setting; "
             f"it has {', '.join(sorted(known))}"
         )
+    costs = settings.get("costs", "measured")
+    if costs not in BUILT_IN:
+        # A calibration brings its engine's overheads, block size and limits along.
+        fitted = read_calibration(Path(costs)).config(Path(costs))
+        settings = {**fitted.as_dict(), **settings}
     return SimConfig.from_dict(settings)

@@ -114,9 +114,10 @@ def rate_axis(axes: Axes, rates: list[float]) -> None:
 
 
 def decade_ticks(values: list[float]) -> tuple[list[float], list[str]]:
-    """1–2–5 ticks over positive ``values``, 1–3 over more than two decades."""
+    """Round ticks over positive ``values``, the denser the fewer decades there are."""
     low, high = np.floor(np.log10(min(values))), np.ceil(np.log10(max(values)))
-    steps = (1, 3) if max(values) > 100 * min(values) else (1, 2, 5)
+    span = max(values) / min(values)
+    steps = (1, 3) if span > 100 else (1, 2, 5) if span > 5 else (1, 2, 3, 4, 5, 6, 8)
     ticks = [m * 10.0**e for e in range(int(low), int(high) + 1) for m in steps]
     inside = [tick for tick in ticks if min(values) / 1.6 <= tick <= max(values) * 1.6]
     return inside, [f"{tick:g}" for tick in inside]

@@ -199,13 +199,19 @@ def _calibration(
     document: Mapping[str, Any], steps: StepCosts, budget: int, hop: Mapping[str, Any] | None
 ) -> Calibration:
     limits = document["limits"]
+    bytes_per_token = (hop or {}).get("bytes_per_token") or limits["kv_bytes_per_token"]
+    if not bytes_per_token:
+        raise UsageError(
+            "this engine does not say how large its KV is; add a hand-off result with --from, "
+            "where the connector counts bytes"
+        )
     return Calibration(
         model=document["model"],
         engine=document["engine"],
         engine_version=document["engine_version"],
         block_tokens=limits["block_tokens"],
         kv_tokens=limits["kv_tokens"] or 1 << 30,
-        kv_bytes_per_token=int((hop or {}).get("bytes_per_token") or 0),
+        kv_bytes_per_token=int(bytes_per_token),
         context_tokens=limits["context_tokens"] or 1 << 30,
         max_batched_tokens=budget,
         steps=steps,

@@ -61,6 +61,7 @@ class Limits:
     kv_tokens: int | None = None
     batch: int | None = None
     block_tokens: int | None = None
+    kv_bytes_per_token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,12 @@ async def look(engine: LiveEngine) -> Limits:
         UsageError: the model is not served there.
     """
     context = await _max_model_len(engine)
-    blocks, block_tokens = _cache_facts(await _metrics(engine))
+    blocks, block_tokens, kv_bytes = _cache_facts(await _metrics(engine))
     found = await _probe(engine, min(PROBE_TOKENS, (context or PROBE_TOKENS) // 2))
     block_tokens = block_tokens or found
     kv_tokens = None if blocks is None else blocks * block_tokens
-    return Limits(context, kv_tokens, None, block_tokens)
+    per_token = kv_bytes // kv_tokens if kv_bytes and kv_tokens else None
+    return Limits(context, kv_tokens, None, block_tokens, per_token)
 
 
 async def _max_model_len(engine: LiveEngine) -> int | None:
@@ -49,8 +50,8 @@ async def _metrics(engine: LiveEngine) -> str:
     return answer.body.decode(errors="replace") if answer.ok else ""
 
 
-def _cache_facts(metrics: str) -> tuple[int | None, int | None]:
-    """KV blocks and tokens per block from vLLM's ``cache_config_info``, ``None`` where absent.
+def _cache_facts(metrics: str) -> tuple[int | None, int | None, int | None]:
+    """KV blocks, tokens per block and KV bytes from vLLM's ``cache_config_info``, if it has them.
 
     Raises:
         EngineError: the engine says that its prefix caching is off.
@@ -62,7 +63,9 @@ def _cache_facts(metrics: str) -> tuple[int | None, int | None]:
             "the engine runs without prefix caching, so an append cannot be told from a full "
             "prefill; start it with --enable-prefix-caching"
         )
-    return _count(facts.get("num_gpu_blocks")), _count(facts.get("block_size"))
+    names = ("num_gpu_blocks", "block_size", "kv_cache_memory_bytes")
+    blocks, block_tokens, kv_bytes = (_count(facts.get(name)) for name in names)
+    return blocks, block_tokens, kv_bytes
 
 
 def _count(text: str | None) -> int | None:

@@ -47,6 +47,7 @@ class SimulatedEngine:
             self._capacity.blocks * self.config.block_tokens,
             self.config.max_sequences,
             self.config.block_tokens,
+            self._capacity.kv_bytes_per_token,
         )
 
     def run(self, script: Script) -> list[TurnRecord]:
