@@ -15,7 +15,7 @@ from pathlib import Path
 from ppdbench.cluster import control
 from ppdbench.cluster.contract import Node
 from ppdbench.cluster.folders import engine_folder
-from ppdbench.cluster.vllm_args import Device
+from ppdbench.cluster.vllm_args import Device, check_version
 from ppdbench.core.errors import EngineError
 
 _PROBE_LIMIT_S = 60.0
@@ -87,14 +87,20 @@ def engine_version(python: str) -> tuple[str, tuple[int, int]]:
                           "is it a python?") from error  # fmt: skip
     except OSError as error:
         raise EngineError(f"{python} cannot be run: {error.strerror}") from error
-    match = re.match(r"(\d+)\.(\d+)", answer.stdout)
-    if match is None:
+    version = read_version(answer.stdout)
+    if version is None:
         heard = (answer.stderr or answer.stdout).strip()[-200:] or "nothing"
         raise EngineError(
             f"{python} has no vLLM (asked for its version it said: {heard}); "
             "install vllm there or give another --vllm"
         )
-    return answer.stdout.strip(), (int(match[1]), int(match[2]))
+    return answer.stdout.strip(), version
+
+
+def read_version(text: str) -> tuple[int, int] | None:
+    """(major, minor) of a version text; ``None`` when it is none."""
+    match = re.match(r"(\d+)\.(\d+)", text)
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 def probe(node: Node, timeout_s: float = 10.0) -> EngineFacts:
@@ -102,16 +108,17 @@ def probe(node: Node, timeout_s: float = 10.0) -> EngineFacts:
 
     Raises:
         EngineError: it does not answer, or serves no model.
+        UsageError: it is a vLLM that is too old.
     """
     models = json.loads(control.get(node, node.url + "/v1/models", timeout_s)).get("data")
     if not models:
         raise EngineError(f"node {node.name} at {node.url} serves no model")
-    return EngineFacts(
-        _version(node, timeout_s),
-        models[0]["id"],
-        models[0].get("max_model_len"),
-        _block_size(control.get(node, node.metrics_url, timeout_s)),
-    )
+    block_size = _block_size(control.get(node, node.metrics_url, timeout_s))
+    version = _version(node, timeout_s)
+    numbers = read_version(version or "")
+    if numbers is not None and block_size is not None:  # only vLLM says its block size
+        check_version(numbers, node.url)
+    return EngineFacts(version, models[0]["id"], models[0].get("max_model_len"), block_size)
 
 
 def _version(node: Node, timeout_s: float) -> str | None:

@@ -140,16 +140,25 @@ def check_supported(options: EngineOptions) -> None:
     Raises:
         UsageError: naming the value, what is supported, and what to change.
     """
-    if options.version < MIN_VERSION:
-        have, need = (".".join(map(str, v)) for v in (options.version, MIN_VERSION))
-        raise UsageError(
-            f"vLLM {have} in {options.python} is too old: {need} or newer counts prompt tokens by "
-            "source, without which no route can be proven; upgrade it or give another --vllm"
-        )
+    check_version(options.version, options.python)
     if options.connector != "nixl":
         raise UsageError(
             f"connector {options.connector!r} cannot be launched: its hand-off is not NIXL's and "
             "vLLM ≥ 0.21 ships no P2pNccl; use --connector nixl"
+        )
+
+
+def check_version(version: tuple[int, int], where: str) -> None:
+    """Refuse a vLLM whose counters cannot prove a route.
+
+    Raises:
+        UsageError: naming the version, where it is, and what is needed.
+    """
+    if version < MIN_VERSION:
+        have, need = (".".join(map(str, v)) for v in (version, MIN_VERSION))
+        raise UsageError(
+            f"vLLM {have} at {where} is too old: {need} or newer counts prompt tokens by source, "
+            "without which no route can be proven; upgrade it or use another"
         )
 
 
