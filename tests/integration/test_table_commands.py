@@ -56,14 +56,14 @@ def said(*arguments):
     return json.loads(result.stdout)
 
 
-@pytest.fixture
-def run(tmp_path):
-    return write_run(tmp_path / "run")
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("commands") / "run")
 
 
-@pytest.fixture
-def table(run, tmp_path):
-    path = tmp_path / "t.json"
+@pytest.fixture(scope="module")
+def table(run):
+    path = run.parent / "table.json"
     assert ppd("build-table", run, "--base", "2P_2D", "-o", path).exit_code == 0
     return path
 
@@ -222,19 +222,26 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-@pytest.mark.parametrize("command", ["show", "check", "diff", "reweight", "export", "plan"])
-def test_a_damaged_table_is_refused_by_every_command(table, tmp_path, kind, command):
-    """Exit 2, one sentence that names the file, no traceback, nothing written."""
-    bad = tmp_path / "bad.json"
+COMMANDS = {
+    "show": [],
+    "check": [],
+    "diff": ["{table}"],
+    "reweight": ["--w-tpot", "6", "-o", "{out}"],
+    "export": ["--to", "dynamo", "-o", "{out}"],
+    "plan": ["--budget", "30m", "-o", "{out}"],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [*((command, "hand-edited") for command in COMMANDS), *(("check", kind) for kind in DAMAGE)],
+)
+def test_a_damaged_table_is_refused(table, tmp_path, command, kind):
+    """By every command: exit 2, one sentence that names the file, no traceback, no output."""
+    bad, out = tmp_path / "bad.json", tmp_path / "out.json"
     bad.write_text(DAMAGE[kind](table.read_text()))
-    more = {
-        "diff": [table],
-        "reweight": ["--w-tpot", 6, "-o", tmp_path / "out.json"],
-        "export": ["--to", "dynamo"],
-        "plan": ["--budget", "30m"],
-    }
-    result = ppd("table", command, bad, *more.get(command, []))
+    more = [text.format(table=table, out=out) for text in COMMANDS[command]]
+    result = ppd("table", command, bad, *more)
 
     assert result.exit_code == 2
     assert str(bad) in result.stderr
