@@ -72,7 +72,7 @@ def build_table(
     _report(built, output)
     summary = {**counts(table), "digest": table.digest}
     if json:
-        left_out = {"unpaired": len(built.unpaired), "thin": len(built.thin)}
+        left_out = {name: len(getattr(built, name)) for name in ("unpaired", "thin", "doubled")}
         show_json({**summary, **left_out, "barred": dict(built.barred)})
     else:
         show("  ".join(f"{name} {value}" for name, value in summary.items()))
@@ -89,6 +89,9 @@ def _report(built: Built, output: Path) -> None:
         if places:
             workload, rate = places[0]
             say(f"left out, {name}: {len(places)} places, first {workload} at {rate:g}/s")
+    if built.doubled:
+        names = ", ".join(sorted({cell.workload for cell in built.doubled}))
+        say(f"left out, same place as a better sampled cell: {len(built.doubled)} of {names}")
     for code, count in sorted(built.barred.items()):
         say(f"left out, {code}: {count} points, which may never vote")
     say(f"the table is {output}")

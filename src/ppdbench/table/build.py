@@ -28,12 +28,14 @@ from ppdbench.table.score import Rule
 class Built:
     """A table and what did not become a cell.
 
-    Places with one side only, places with too few samples, and points that may never vote.
+    Places with one side only, places with too few samples, cells that stand where a better
+    sampled one does, and points that may never vote.
     """
 
     table: Table
     unpaired: list[Place] = field(default_factory=list)
     thin: list[Place] = field(default_factory=list)
+    doubled: list[Cell] = field(default_factory=list)
     barred: Counter[str] = field(default_factory=Counter)
 
 
@@ -55,8 +57,21 @@ def build_table(runs: Sequence[RunInput], bases: Sequence[str], rule: Rule) -> B
     cells = [cell for pairing in pairings for cell in _of_base(runs, pairing, rule, left_out)]
     if not cells:
         raise NothingUsableError(_nothing_to_compare(bases, left_out))
-    table = Table(rule, _provenance(runs, bases), tuple(cells))
-    return Built(table, left_out.unpaired, left_out.thin, left_out.barred)
+    kept, doubled = _one_per_centre(cells)
+    table = Table(rule, _provenance(runs, bases), kept)
+    return Built(table, left_out.unpaired, left_out.thin, doubled, left_out.barred)
+
+
+def _one_per_centre(cells: Sequence[Cell]) -> tuple[tuple[Cell, ...], list[Cell]]:
+    """Workloads may share a turn shape; the cell with more turns on its weaker side stays."""
+    kept: dict[object, Cell] = {}
+    for cell in sorted(cells, key=lambda cell: (-_weaker_n(cell), cell.workload)):
+        kept.setdefault(cell.key, cell)
+    return tuple(kept.values()), [cell for cell in cells if kept[cell.key] is not cell]
+
+
+def _weaker_n(cell: Cell) -> int:
+    return min(side.n if side else 0 for side in (cell.remote, cell.local))
 
 
 @dataclass(slots=True)

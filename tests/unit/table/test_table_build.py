@@ -218,6 +218,20 @@ def test_thin_places_are_left_out_and_counted():
     assert counts(built.table)["cells"] == 1
 
 
+def test_of_two_workloads_at_one_place_the_better_sampled_one_stays():
+    """A centre may stand once in a table; what is left out is said."""
+    points = [
+        point(policy, ttft, workload=name, n=n)
+        for name, n, gain in (("few", 10, 0.3), ("many", 40, 0.1))
+        for policy, ttft in (("remote", 0.2), ("local", gain))
+    ]
+    built = build(run(points))
+
+    assert [cell.workload for cell in built.table.cells] == ["many"]
+    assert [cell.workload for cell in built.doubled] == ["few"]
+    assert built.table.verdicts[0].choice == "local"
+
+
 def test_the_twin_is_the_local_side():
     """BASE under roles against its twin under roles is the same comparison."""
     points = [point("roles", 0.2), point("roles", 0.1, topology="2P_2pD"), point("roles", 0.05, topology="4R")]  # fmt: skip  # noqa: E501
