@@ -11,6 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from ppdbench.core.errors import WorkloadError
 from ppdbench.core.topology import Topology
 from ppdbench.experiments.grid import load_grid
+from ppdbench.http.reply import Reply
+from ppdbench.load.history import history_for
 from ppdbench.load.simulated import run_simulated_point
 from ppdbench.policy.parse import parse_policy
 from ppdbench.sim.config import SimConfig
@@ -207,3 +209,32 @@ def test_a_grid_tells_how_many_requests_to_expect(grid):
 
     assert plain.expected_turns(plain.points()) == 2 * 10 * 2
     assert grid().expected_turns(plain.points()) == 2 * 10 * 3
+
+
+def test_recorded_replies_stand_in_the_history_when_asked_for(grid, model_folder):
+    """Then the next prompt holds the workload's reply, as text or as ids, not the model's."""
+    counted = grid().counted_by(str(model_folder))
+    spoken = content(counted, str(model_folder))[0].conversation
+    told = Reply()
+    told.text.append("what the model said")
+
+    as_ids = history_for(spoken, 1, 400, recorded_replies=True)
+    as_text = history_for(content(grid())[0].conversation, 1, 400, recorded_replies=True)
+    for history in (as_ids, as_text):
+        history.ask(1, spoken.turns[0])
+        assert history.hear(told) == ""
+    prompt = as_ids.ask(2, spoken.turns[1])["prompt"]
+
+    text = load_tokenizer(str(model_folder)).decode(prompt)
+    first, second = spoken.turns[:2]
+    assert text == "be kind" + first.text + first.reply_text + second.text
+    assert as_text.ask(2, spoken.turns[1])["messages"][2] == {
+        "role": "assistant",
+        "content": spoken.turns[0].reply_text,
+    }
+
+
+def test_recorded_replies_of_a_synthetic_workload_are_refused(grid):
+    """There are none."""
+    with pytest.raises(WorkloadError, match="is synthetic"):
+        grid("turns = [[50, 4]]", '[engine]\nreplies = "recorded"')

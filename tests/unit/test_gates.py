@@ -108,3 +108,18 @@ def test_broken_turns_are_errors_and_may_leave_too_few():
         record.outcome = Outcome.BROKEN_STREAM
 
     assert codes(broken) == ["errors", "too_few"]
+
+
+def test_a_prompt_of_ids_that_the_server_counts_differently_is_a_wrong_length():
+    """Beyond max(2, 1 %); a prompt of text has no planned length, so the server's count rules."""
+    made = records()
+    for record in made:
+        record.new_tokens = 64
+        record.prompt_tokens = 66
+    within = codes(made, prompts_are_ids=True)
+    for record in made[:2]:
+        record.prompt_tokens = 67
+
+    assert within == []
+    assert codes(made, prompts_are_ids=True) == ["wrong_lengths"]
+    assert codes(made, prompts_are_ids=False) == []

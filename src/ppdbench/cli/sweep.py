@@ -148,6 +148,8 @@ def _run(backend: Backend, folder: Path, *, resume: bool) -> SweepResult:
 
     with sweep_progress() as report:
         result = run_sweep(backend, folder, resume=resume, report=report)
+    for notice in backend.measuring.grid.notices():
+        say(f"ppd: {notice}")
     effort = result.effort
     if effort.events and effort.wall_s > 0:
         say(

@@ -219,9 +219,12 @@ def _warn_of_cut(source: str, account: Account) -> None:
 
 
 def _draw(shape: Shape, source: str, path: Path, *, with_tokens: bool) -> None:
+    from ppdbench.core.errors import NothingUsableError
     from ppdbench.plots import style
     from ppdbench.plots.workload_figure import workload_figure
 
+    if not shape.turns:
+        raise NothingUsableError(f"{source}: no conversation is left to draw; loosen the selection")
     columns = {"turns per conversation": shape.turns}
     if with_tokens:
         columns |= {

@@ -10,8 +10,8 @@ class Turn:
     """One user request. Counts are by the workload's tokenizer; the server's counts rule later.
 
     ``text`` or ``token_ids`` carry the content for a real engine; a simulation needs neither.
-    ``reply_text`` is the recorded answer, if there is one. ``think_s`` is the pause between the
-    end of the previous turn and this one (0 for Turn 1).
+    ``reply_text`` or ``reply_token_ids`` is the recorded answer, if there is one. ``think_s`` is
+    the pause between the end of the previous turn and this one (0 for Turn 1).
     """
 
     new_tokens: int
@@ -20,6 +20,7 @@ class Turn:
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     reply_text: str | None = None
+    reply_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.new_tokens < 1 or self.output_tokens < 1 or self.think_s < 0:

@@ -70,8 +70,7 @@ class SimulatedBackend:
         )
 
     def expected_s(self, keys: Sequence[PointKey]) -> float:
-        grid = self.measuring.grid
-        turns = sum(key.rate_per_s * grid.duration_s * 2 for key in keys)
+        turns = self.measuring.grid.expected_turns(keys)
         return SIMULATION_START_S + turns * SIMULATED_TURN_S / self.jobs
 
     def measure(self, keys: Sequence[PointKey]) -> Iterator[Measured]:
@@ -86,6 +85,7 @@ class SimulatedBackend:
             self.config,
             self.measuring.seed_of(key),
             trace=self.traces / f"{key.slug}.json" if self.traces else None,
+            users=self.measuring.grid.users(key),
         )
         return self.measuring.finish(key, outcome)
 

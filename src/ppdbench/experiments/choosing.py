@@ -9,6 +9,7 @@ from typing import Any
 
 from ppdbench.cluster.contract import ClusterSpec
 from ppdbench.cluster.launch import LaunchOptions
+from ppdbench.cluster.tiny_model import tiny_model
 from ppdbench.core.errors import UsageError
 from ppdbench.experiments.backends import Backend, SimulatedBackend
 from ppdbench.experiments.clusters import Attaching, ClusterSource, Launching
@@ -57,11 +58,22 @@ def choose_backend(
     grid = load_grid(choice.grid)
     if choice.backend == "sim":
         return _simulated(choice, grid)
-    return LiveBackend(_measuring(choice, grid), _source(choice, grid, logs, say), choice.live, say)
+    source = _source(choice, grid, logs, say)
+    served = _served_tokenizer(choice) if grid.has_words else None
+    if served is not None:
+        grid = grid.counted_by(served)
+    return LiveBackend(_measuring(choice, grid), source, choice.live, say, served)
+
+
+def _served_tokenizer(choice: Choice) -> str | None:
+    """The folder of a launched model that has its tokenizer; ``None``: only the server knows it."""
+    if choice.backend != "vllm":
+        return None
+    folder = tiny_model() if choice.launch.model is None else Path(choice.launch.model)
+    return str(folder) if (folder / "tokenizer.json").is_file() else None
 
 
 def _measuring(choice: Choice, grid: Grid, block_tokens: int | None = None) -> Measuring:
-    grid.prepare()
     return Measuring(
         grid,
         choice.seed,
@@ -72,23 +84,16 @@ def _measuring(choice: Choice, grid: Grid, block_tokens: int | None = None) -> M
 
 
 def _simulated(choice: Choice, grid: Grid) -> SimulatedBackend:
-    if grid.arrivals.is_closed:
-        raise UsageError(
-            f"grid {grid.name}: closed arrivals need real engines; "
-            "give it rates, or use --backend vllm or attach"
-        )
+    """Recorded replies in the history are replies of which no token is the one that was made."""
     config = sim_config(grid.settings, choice.settings)
+    if grid.engine.replies == "recorded":
+        config = replace(config, retokenisation_loss=1.0)
     measuring = _measuring(choice, grid, config.block_tokens)
     jobs = choice.jobs or available_cores()
     return SimulatedBackend(measuring, config, jobs, choice.traces)
 
 
 def _source(choice: Choice, grid: Grid, logs: Path, say: Callable[[str], None]) -> ClusterSource:
-    if grid.engine.replies == "recorded":
-        raise UsageError(
-            f'grid {grid.name}: replies = "recorded" cannot be honoured by a live engine, which '
-            'keeps its own reply\'s KV; use replies = "model"'
-        )
     if choice.backend == "vllm":
         pulls = any(key.policy == "pull" for key in grid.points())
         return Launching(replace(choice.launch, pull=choice.launch.pull or pulls), logs, say)

@@ -97,6 +97,11 @@ class Grid:
         times = arrival_times(self.arrivals, key.rate_per_s, self.duration_s, rng).tolist()
         return list(map(Arrival, times, workload.conversations(len(times), point, rng)))
 
+    @property
+    def has_words(self) -> bool:
+        """Whether a real engine is sent texts, so that a tokenizer matters."""
+        return bool(self._recorded()) or self.engine.prompts == "text"
+
     def users(self, key: PointKey) -> int | None:
         """How many conversations run at a time under closed arrivals; ``None`` for an open loop."""
         return int(key.rate_per_s) if self.arrivals.is_closed else None

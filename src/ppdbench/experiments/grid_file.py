@@ -13,6 +13,7 @@ from ppdbench.core.topology import Topology
 from ppdbench.experiments.toml_table import Table
 from ppdbench.experiments.workload_entries import Workload, read_think, read_workloads
 from ppdbench.workload.arrivals import PROCESSES, ArrivalProcess, read_trace
+from ppdbench.workload.dataset import RecordedTurns
 from ppdbench.workload.think import ThinkTime
 
 
@@ -66,7 +67,16 @@ def read_tables(path: Path, document: Mapping[str, Any], variant: str) -> GridTa
         document={**document, "variant": settings.name},
     )
     top.close()
+    _check_replies(top, tables)
     return tables
+
+
+def _check_replies(top: Table, tables: GridTables) -> None:
+    made_up = [w.name for w in tables.workloads if not isinstance(w, RecordedTurns)]
+    if tables.engine.get("replies") == "recorded" and made_up:
+        raise top.error(
+            "engine", f"asks for recorded replies, but workload {made_up[0]!r} is synthetic"
+        )
 
 
 def _arms(top: Table) -> tuple[Arm, ...]:

@@ -27,8 +27,8 @@ from ppdbench.runs.manifest import EngineIdentity
 from ppdbench.runs.points import PointKey, PointOutcome
 
 ATTEMPTS = 2
-DRAIN_S = 10.0
-"""A guess at how long a point's last conversations take, for the forecast alone."""
+TOKEN_S = 0.02
+"""A guess at the time per output token under load, for the forecast alone."""
 WARM_UP_TURNS = 2
 
 
@@ -50,23 +50,36 @@ class LiveOptions:
 
 @dataclass(frozen=True, slots=True)
 class LiveBackend:
-    """Points grouped by the processes they need, in an order within each that the seed draws."""
+    """Points grouped by the processes they need, in an order within each that the seed draws.
+
+    ``served_tokenizer`` is the served model's folder, if its tokenizer is at hand.
+    """
 
     measuring: Measuring
     source: ClusterSource
     options: LiveOptions = field(default_factory=LiveOptions)
     say: Callable[[str], None] = lambda _: None
+    served_tokenizer: str | None = None
 
     def identity(self) -> EngineIdentity:
-        identity = self.source.identity(list(_by_shape(self.measuring.grid.points())))
+        """The engine, which replies stand in the history, and whether the link is emulated."""
+        grid = self.measuring.grid
+        found = self.source.identity(list(_by_shape(grid.points())))
+        identity = replace(found, flags={**found.flags, "replies": grid.engine.replies})
         if self.options.emulated_gb_per_s is None:
             return identity
         name = f"{identity.connector}, emulated {self.options.emulated_gb_per_s:g} GB/s"
         return replace(identity, connector=name)
 
+    def spoken(self, key: PointKey) -> list[Arrival]:
+        """The point's schedule with its words."""
+        measuring = self.measuring
+        arrivals = measuring.arrivals(key)
+        return measuring.grid.with_content(key, arrivals, self.served_tokenizer, measuring.seed)
+
     def expected_s(self, keys: Sequence[PointKey]) -> float:
         starts = len(_by_shape(keys)) * self.source.start_s
-        return starts + len(keys) * (self.measuring.grid.duration_s + DRAIN_S)
+        return starts + self.measuring.grid.expected_offered_s(keys, TOKEN_S)
 
     def measure(self, keys: Sequence[PointKey]) -> Iterator[Measured]:
         for shape, group in _by_shape(keys).items():
@@ -152,11 +165,13 @@ class _OnCluster:
 
     def _attempt(self, key: PointKey, attempt: int) -> Measured:
         began_s = time.monotonic()
-        outcome = self._play(key)
+        arrivals = self._backend.spoken(key)
+        outcome = self._play(key, arrivals)
         if sick := self._sick():
             raise EngineError(f"{', '.join(sick)} did not answer the health check after the point")
         self._check_answers(only=self._points)
         self._points += 1
+        outcome.facts["prompts_are_ids"] = not any(_is_text(arrival) for arrival in arrivals)
         if self._wrong_answers:
             outcome.facts["path_proven"] = False
         outcome.timing |= {
@@ -167,13 +182,13 @@ class _OnCluster:
         }
         return self._measuring.finish(key, outcome, self._cluster.facts.block_size)
 
-    def _play(self, key: PointKey) -> PointOutcome:
+    def _play(self, key: PointKey, arrivals: list[Arrival]) -> PointOutcome:
         async def bounded() -> PointOutcome:
             async with asyncio.timeout(self._backend.options.point_timeout_s):
                 return await run_live_point(
                     cast(self._cluster.spec, Topology.parse(key.topology)),
                     policy_of(key),
-                    self._measuring.arrivals(key),
+                    arrivals,
                     key.rate_per_s,
                     self._settings(key),
                     self._measuring.seed_of(key),
@@ -190,13 +205,13 @@ class _OnCluster:
         turns = TurnSettings(
             self._cluster.facts.model,
             exact_lengths=grid.engine.ignore_eos,
+            recorded_replies=grid.engine.replies == "recorded",
             vocabulary=self._backend.options.vocabulary,
             for_pulls=key.policy == Route.PULL,
             slow_link=self._slow_link,
             extra={"temperature": grid.engine.temperature},
         )
-        users = int(key.rate_per_s) if grid.arrivals.is_closed else None
-        return LiveSettings(turns, users=users, warm_up=self._warm_up(key))
+        return LiveSettings(turns, users=grid.users(key), warm_up=self._warm_up(key))
 
     def _warm_up(self, key: PointKey) -> list[Arrival]:
         """Conversations of their own, at once: as many on each home, so placement stays even."""
@@ -205,6 +220,11 @@ class _OnCluster:
         count = homes if wanted is None else wanted
         drawn = self._measuring.grid.schedule(key, seed_for(self._measuring.seed, "warm-up"))
         return [Arrival(0.0, _short(arrival.conversation)) for arrival in drawn[:count]]
+
+
+def _is_text(arrival: Arrival) -> bool:
+    first = arrival.conversation.turns[0]
+    return first.text is not None and first.token_ids is None
 
 
 def _short(conversation: Conversation) -> Conversation:

@@ -103,6 +103,7 @@ def sweep(
         EngineError: the machine gave up; what was finished stays and can be resumed.
     """
     keys = _distinct(backend.measuring.grid.points())
+    backend.measuring.grid.prepare()
     with RunWriter(folder, manifest_for(backend), resume=resume) as writer:
         there = writer.finished()
         missing = [key for key in keys if key.slug not in there]

@@ -31,12 +31,17 @@ class History(Protocol):
         ...
 
 
-def history_for(conversation: Conversation, seed: int, vocabulary: int) -> History:
-    """Text where the workload has text and no ids; otherwise ids, drawn where it has neither."""
+def history_for(
+    conversation: Conversation, seed: int, vocabulary: int, *, recorded_replies: bool = False
+) -> History:
+    """Text where the workload has text and no ids; otherwise ids, drawn where it has neither.
+
+    With ``recorded_replies`` the workload's own replies stand in the history, not the model's.
+    """
     first = conversation.turns[0]
     if first.text is not None and first.token_ids is None:
-        return TextHistory(conversation)
-    return IdHistory(conversation, seed, vocabulary)
+        return TextHistory(conversation, recorded_replies=recorded_replies)
+    return IdHistory(conversation, seed, vocabulary, recorded_replies=recorded_replies)
 
 
 class IdHistory:
@@ -48,7 +53,16 @@ class IdHistory:
 
     path = "/v1/completions"
 
-    def __init__(self, conversation: Conversation, seed: int, vocabulary: int) -> None:
+    def __init__(
+        self,
+        conversation: Conversation,
+        seed: int,
+        vocabulary: int,
+        *,
+        recorded_replies: bool = False,
+    ) -> None:
+        self._recorded = recorded_replies
+        self._recorded_reply: tuple[int, ...] = ()
         self._id = conversation.id
         self._seed = seed
         self._vocabulary = vocabulary
@@ -60,9 +74,13 @@ class IdHistory:
 
     def ask(self, number: int, plan: Turn) -> dict[str, Any]:
         self._all += plan.token_ids or self._draw(plan.new_tokens, self._id, number)
+        self._recorded_reply = plan.reply_token_ids or ()
         return {"prompt": self._all, "return_token_ids": True}
 
     def hear(self, reply: Reply) -> str:
+        if self._recorded:
+            self._all += self._recorded_reply
+            return ""
         if not reply.token_ids:
             return (
                 "the server returned no token_ids, which the next prompt needs; use an engine "
@@ -92,17 +110,21 @@ class TextHistory:
     path = "/v1/chat/completions"
     ids = None
 
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: Conversation, *, recorded_replies: bool = False) -> None:
+        self._recorded = recorded_replies
+        self._recorded_reply = ""
         self._messages: list[dict[str, str]] = []
         if conversation.context_text:
             self._say(conversation.context_role, conversation.context_text)
 
     def ask(self, number: int, plan: Turn) -> dict[str, Any]:  # noqa: ARG002
         self._say("user", plan.text or "")
+        self._recorded_reply = plan.reply_text or ""
         return {"messages": self._messages}
 
     def hear(self, reply: Reply) -> str:
-        self._say("assistant", "".join(reply.text))
+        said = self._recorded_reply if self._recorded else "".join(reply.text)
+        self._say("assistant", said)
         return ""
 
     def _say(self, role: str, text: str) -> None:

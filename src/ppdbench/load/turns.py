@@ -36,7 +36,8 @@ class TurnSettings:
     """How turns are asked for.
 
     ``exact_lengths`` asks for as many tokens as planned, end-of-text or not (``ignore_eos`` and
-    ``min_tokens``). ``vocabulary`` bounds ids drawn for workloads without content. ``extra`` goes
+    ``min_tokens``). ``recorded_replies`` puts the workload's replies into the history instead of
+    the model's. ``vocabulary`` bounds ids drawn for workloads without content. ``extra`` goes
     into every body. With ``for_pulls`` each turn that another follows is asked for whole: vLLM
     names D's KV, which a pull needs, on unstreamed answers alone. A ``slow_link`` makes D's request
     of each hand-off wait.
@@ -46,6 +47,7 @@ class TurnSettings:
     first_byte_timeout_s: float = 120.0
     turn_timeout_s: float = 600.0
     exact_lengths: bool = True
+    recorded_replies: bool = False
     vocabulary: int = 4000
     keep_token_instants: bool = True
     for_pulls: bool = False
@@ -134,7 +136,12 @@ class HttpTurns:
         self.send_lags_s.append(record.sent_at_s - record.scheduled_at_s)
         memory = self._memories.get(record.conversation)
         if memory is None:
-            history = history_for(dialogue.conversation, self._seed, self.settings.vocabulary)
+            history = history_for(
+                dialogue.conversation,
+                self._seed,
+                self.settings.vocabulary,
+                recorded_replies=self.settings.recorded_replies,
+            )
             memory = self._memories[record.conversation] = _Memory(history)
         flight = _Flight(self, dialogue, record, memory, done)
         self._flights.add(flight)

@@ -50,7 +50,9 @@ class Evidence:
             later_turns=point["turn2plus"]["n"],
             median_ttft_s=point["all"]["ttft_s"]["p50"],
             contaminated_turns=contaminated_turns(records, shared_tokens),
-            wrong_length_share=wrong_length_share(columns, records),
+            wrong_length_share=wrong_length_share(
+                columns, records, prompts_are_ids=facts.get("prompts_are_ids") or False
+            ),
             path_proven=facts.get("path_proven"),
             engine_failed=facts.get("engine_failed"),
             **point["client"],
@@ -120,11 +122,20 @@ def contaminated_turns(records: Sequence[TurnRecord], shared_tokens: Mapping[str
     )
 
 
-def wrong_length_share(columns: Columns, records: Sequence[TurnRecord]) -> float:
-    """Answers of another length than wanted, as a share of the turns."""
+def wrong_length_share(
+    columns: Columns, records: Sequence[TurnRecord], *, prompts_are_ids: bool = False
+) -> float:
+    """Turns whose answer, or whose prompt of ids, has another length than planned, as a share.
+
+    Of a prompt of text only the server knows the length, so it has no plan to differ from. A
+    prompt of ids is off by more than max(2, 1 %): the server did not take what was sent.
+    """
     if not records:
         return 0.0
     told = sum(record.outcome is Outcome.WRONG_LENGTH for record in records)
     comparable = columns.ok & (columns.wanted > 0) & ~np.isnan(columns.output)
-    seen = np.count_nonzero(comparable & (columns.output != columns.wanted))
-    return float(told + seen) / len(records)
+    wrong = comparable & (columns.output != columns.wanted)
+    if prompts_are_ids:
+        planned = columns.context + columns.new
+        wrong |= columns.ok & (np.abs(columns.prompt - planned) > np.maximum(2, 0.01 * planned))
+    return float(told + np.count_nonzero(wrong)) / len(records)

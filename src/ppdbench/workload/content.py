@@ -58,7 +58,8 @@ def _ids(conversation: Conversation, tokenizer: Tokenizer) -> Conversation:
 
 def _turn_of_ids(turn: Turn, tokenizer: Tokenizer) -> Turn:
     ids = tuple(tokenizer.encode(turn.text or ""))
-    return replace(turn, token_ids=ids, new_tokens=len(ids))
+    reply = tuple(tokenizer.encode(turn.reply_text or ""))
+    return replace(turn, token_ids=ids, new_tokens=len(ids), reply_token_ids=reply)
 
 
 class TextMaker:

@@ -32,6 +32,9 @@ from ppdbench.workload.source import Source, SourceKind, find_source
 from ppdbench.workload.think import NO_PAUSE, ThinkTime
 from ppdbench.workload.tokens import DEFAULT, Tokenizer, counted, load_tokenizer
 
+ASSUMED_TURNS, ASSUMED_OUTPUT_TOKENS = 4.0, 1000.0
+"""For forecasts over data that would have to be downloaded first."""
+
 
 def read_chats(source: Source, account: Account) -> Iterator[Chat]:
     """Cleaned chats without token counts; the account is final when the iterator ends."""
@@ -165,11 +168,25 @@ class RecordedTurns:
         return found
 
     @property
+    def is_at_hand(self) -> bool:
+        """Whether it can be read without the network."""
+        source = find_source(self.source)
+        if source.kind is not SourceKind.HUB:
+            return True
+        return _kept_path(source, load_tokenizer(self.tokenizer), self.selection).is_file()
+
+    @property
     def mean_turns(self) -> float:
+        """Per conversation; a guess until a hub source has been read."""
+        if not self.is_at_hand:
+            return ASSUMED_TURNS
         return sum(chat.turns for chat in self.chats) / len(self.chats)
 
     @property
     def mean_output_tokens(self) -> float:
+        """Per conversation; a guess until a hub source has been read."""
+        if not self.is_at_hand:
+            return ASSUMED_OUTPUT_TOKENS
         return sum(sum(chat.output_tokens) for chat in self.chats) / len(self.chats)
 
     def conversations(self, n: int, prefix: str, rng: np.random.Generator) -> list[Conversation]:

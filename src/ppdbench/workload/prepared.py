@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from itertools import islice
@@ -16,7 +16,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ppdbench.core.errors import WorkloadError
+from ppdbench.core.errors import NothingUsableError, WorkloadError
 from ppdbench.workload.account import Account
 from ppdbench.workload.chat import Chat
 
@@ -75,6 +75,18 @@ class PreparedInfo:
         return cls(origin, document["digest"], Account.from_json(document["account"]))
 
 
+@contextmanager
+def parquet_errors(path: Path) -> Iterator[None]:
+    """Arrow's errors about a file, as ours."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        said = str(error).splitlines()[0]
+        raise WorkloadError(
+            f"{str(path)!r} is no readable Parquet file ({said}); fetch or prepare it again"
+        ) from error
+
+
 def write_prepared(
     path: Path, chats: Iterable[Chat], account: Account, origin: Origin
 ) -> PreparedInfo:
@@ -102,9 +114,20 @@ def _write(path: Path, chats: Iterable[Chat], account: Account, origin: Origin) 
         for batch in _batches(chats):
             _add_to(hasher, batch)
             writer.write_table(_table(batch))
+        if account.conversations.kept == 0:
+            raise NothingUsableError(_nothing_left(origin, account))
         info = PreparedInfo(origin, hasher.hexdigest(), account)
         writer.add_key_value_metadata({_KEY: json.dumps(info.to_json())})
     return info
+
+
+def _nothing_left(origin: Origin, account: Account) -> str:
+    dropped = account.conversations.dropped.most_common()
+    reasons = ", ".join(f"{count} {reason}" for reason, count in dropped)
+    return (
+        f"no conversation of {origin.source!r} is left of {account.conversations.read} "
+        f"({reasons}); loosen the selection, or see `ppd workload show --no-tokens`"
+    )
 
 
 def _batches(chats: Iterable[Chat]) -> Iterator[list[Chat]]:
@@ -132,7 +155,8 @@ def _sync(path: Path) -> None:
 
 def prepared_info(path: Path) -> PreparedInfo | None:
     """What a prepared file says of itself; ``None`` for any other Parquet file."""
-    metadata = pq.read_metadata(path).metadata or {}
+    with parquet_errors(path):
+        metadata = pq.read_metadata(path).metadata or {}
     if _KEY not in metadata:
         return None
     document = json.loads(metadata[_KEY])
@@ -148,7 +172,7 @@ def prepared_info(path: Path) -> PreparedInfo | None:
 def read_prepared(path: Path, *, content: bool) -> Iterator[Chat]:
     """Rows in order; without ``content`` the texts stay on disk and the lists are empty."""
     names = [name for name in _COLUMNS if content or name not in _CONTENT_COLUMNS]
-    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+    with parquet_errors(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
         for batch in file.iter_batches(_ROWS_PER_GROUP, columns=names):
             yield from _chats(batch.to_pydict(), content=content)
 

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from ppdbench.core.errors import WorkloadError
 from ppdbench.workload.account import Account
 from ppdbench.workload.chat import RawChat
+from ppdbench.workload.prepared import parquet_errors
 from ppdbench.workload.unwrap import raw_chat
 
 _ROWS_PER_BATCH = 512
@@ -28,18 +29,16 @@ _MESSAGE_FIELDS = ("role", "from", "content", "value", "text", "timestamp")
 def read_shards(paths: Iterable[Path], account: Account) -> Iterator[RawChat]:
     """Rows of every shard in order. Only the columns that are used leave the disk."""
     for path in paths:
-        try:
-            with pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
-                columns = _columns(path, file.schema_arrow)
-                for batch in file.iter_batches(_ROWS_PER_BATCH, columns=columns):
-                    yield from _booked(batch.to_pylist(), account)
-        except (pa.ArrowException, OSError) as error:
-            said = str(error).splitlines()[0]
-            raise WorkloadError(
-                f"dataset {str(path)!r} is no readable Parquet file ({said}); fetch it again"
-            ) from error
+        with parquet_errors(path), _opened(path) as file:
+            columns = _columns(path, file.schema_arrow)
+            for batch in file.iter_batches(_ROWS_PER_BATCH, columns=columns):
+                yield from _booked(batch.to_pylist(), account)
     if account.conversations.read == 0:
         raise WorkloadError(f"dataset {str(path)!r} holds no row; expected one per conversation")
+
+
+def _opened(path: Path) -> pq.ParquetFile:
+    return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
 
 
 def _columns(path: Path, schema: pa.Schema) -> list[str]:
