@@ -430,3 +430,20 @@ async def test_ten_failing_conversations_of_a_hundred():
     }  # fmt: skip
     assert point["all"]["adjusted"]["ttft_s"]["p95"] is None
     assert point["all"]["ttft_s"]["p95"] > 0
+
+
+class BrokenPolicy:
+    """A policy with a bug in it."""
+
+    name = "broken"
+
+    def decide(self, features, home):
+        raise ZeroDivisionError(features.key)
+
+
+@on_uvloop
+async def test_a_bug_in_a_policy_ends_the_point_at_once():
+    """It must not leave a conversation that nobody waits for, and a run that never ends."""
+    async with ScriptedCluster("1P_1D") as cluster:
+        with pytest.raises(ZeroDivisionError, match="c0/2"):
+            await run_live_point(cluster.spec, BrokenPolicy(), talks(1), 1.0, settings(), 1)

@@ -62,6 +62,8 @@ class TimerDescriptor:
 class WallClock:
     """Seconds since ``start``; calls never come early. Needs a running loop.
 
+    What a call raises goes to ``on_error``, so that whoever waits for the end hears of it.
+
     Calls of one instant come first in, first out.
     """
 
@@ -72,6 +74,7 @@ class WallClock:
         self._order = 0
         self._armed_s = float("inf")
         self.start_s = time.monotonic()
+        self.on_error: Callable[[Exception], None] | None = None
         self._loop.add_reader(self._timer.fileno, self._fire)
 
     @property
@@ -104,10 +107,17 @@ class WallClock:
         self._timer.acknowledge()
         self._armed_s = 0.0  # below any instant, so that calls made now do not arm
         try:
-            while self._heap and self._heap[0][0] <= self.now_s:
-                _, _, act, subject = heapq.heappop(self._heap)
-                act(subject)
+            self._run_due()
+        except Exception as error:
+            if self.on_error is None:
+                raise
+            self.on_error(error)
         finally:
             self._armed_s = float("inf")
             if self._heap:
                 self._arm()
+
+    def _run_due(self) -> None:
+        while self._heap and self._heap[0][0] <= self.now_s:
+            _, _, act, subject = heapq.heappop(self._heap)
+            act(subject)

@@ -105,12 +105,15 @@ class Share:
         self.clock.close()
 
     async def _offer(self, arrivals: Sequence[Arrival], *, warm_up: bool) -> None:
-        ended = asyncio.Event()
-        driver = Driver(self.clock, self._turns, self._play, warm_up=warm_up, on_idle=ended.set)
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.clock.on_error = lambda error: _settle(ended, error)
+        driver = Driver(
+            self.clock, self._turns, self._play, warm_up=warm_up, on_idle=lambda: _settle(ended)
+        )
         driver.start(arrivals, self._task.users)
         beats = asyncio.get_running_loop().create_task(self._beat())
         try:
-            await ended.wait()
+            await ended
         finally:
             beats.cancel()
 
@@ -128,6 +131,15 @@ class Share:
                 self._turns.watch()
                 if self._on_progress is not None:
                     self._on_progress(len(self._play.records), self._turns.turns_out)
+
+
+def _settle(ended: asyncio.Future[None], error: Exception | None = None) -> None:
+    if ended.done():
+        return
+    if error is None:
+        ended.set_result(None)
+    else:
+        ended.set_exception(error)
 
 
 def _p99(values: Sequence[float]) -> float | None:
