@@ -78,6 +78,24 @@ async def test_the_course_runs_over_http_and_appends_are_proven():
     assert not any(".prime" in r.conversation for r in kept)
 
 
+async def test_when_time_is_over_what_is_complete_is_the_result():
+    """The run ends after the block in which time ran out; rows say how many repeats they have."""
+    said: list[str] = []
+    plan = InterferencePlan((1,), (128,), (16,), repeats=9, quiet_tokens=4, settle_tokens=2)
+    async with FakeEngine(service=Service(per_token_s=0.0005)) as server:
+        engine = LiveEngine(server.url, "fake", seed=3)
+        try:
+            limits = await look(engine)
+            found = await measure(
+                plan, engine, limits, explicit=True, tell=said.append, is_over=lambda: True
+            )
+        finally:
+            await engine.close()
+
+    assert {row["repeats"] for row in found.document()["rows"]} == {1}
+    assert any("8 blocks are left out" in line for line in said)
+
+
 async def test_an_engine_without_prefix_caching_is_refused_before_the_run():
     """A prompt sent twice that finds nothing cached ends the preflight."""
     async with FakeEngine(block_size=0) as server:

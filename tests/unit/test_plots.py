@@ -9,7 +9,12 @@ import pytest
 from ppdbench.core.errors import NothingUsableError, UsageError
 from ppdbench.experiments.microbench import measure
 from ppdbench.experiments.microbench.attribution_run import AttributionPlan
-from ppdbench.experiments.microbench.bench import run_attribution, run_handoff, run_interference
+from ppdbench.experiments.microbench.bench import (
+    Manner,
+    run_attribution,
+    run_handoff,
+    run_interference,
+)
 from ppdbench.experiments.microbench.engines import Chosen
 from ppdbench.experiments.microbench.handoff import HandoffPlan
 from ppdbench.experiments.microbench.plan import InterferencePlan
@@ -151,9 +156,7 @@ def test_a_micro_benchmark_becomes_its_figures(protocol, figures, tmp_path):
     """Each protocol has its own, from the document that ppd microbench writes."""
     run = {"interference": run_interference, "paper": run_attribution, "handoff": run_handoff}
     options = {"explicit": True} if protocol == "interference" else {}
-    finished = run[protocol](
-        Chosen("sim"), PLANS[protocol], keep_records=False, tell=lambda _: None, **options
-    )
+    finished = run[protocol](Chosen("sim"), PLANS[protocol], Manner(print), **options)
     folder = tmp_path / "micro"
     write_result(folder, finished.manifest, finished.document, finished.records)
 

@@ -100,6 +100,9 @@ def microbench(
     max_error: Annotated[
         float, typer.Option(min=0, help="With --calibrate: bound of the held-out median error.")
     ] = 0.10,
+    time_limit: Annotated[
+        float | None, typer.Option(min=1, help="Seconds; what is complete by then is the result.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for the result and raw tokens.")
     ] = None,
@@ -128,7 +131,7 @@ def microbench(
         batch, context, new, repeats, seed, victim_context, shared_prefix, doses, dose_rate,
         dose_output, tokens, load,
     )  # fmt: skip
-    finished = _run(chosen, protocol, wanted, keep_records=keep_records)
+    finished = _run(chosen, protocol, wanted, keep_records=keep_records, time_limit=time_limit)
     if calibrate is not None:
         finished.document["calibration"] = _fit_document(
             [finished.document], calibrate, seed, max_error
@@ -149,22 +152,24 @@ def _check(backend: str, protocol: str, out: Path | None) -> None:
         refuse_existing(out)
 
 
-def _run(chosen: Chosen, protocol: str, wanted: _Wanted, *, keep_records: bool) -> Finished:
+def _run(
+    chosen: Chosen,
+    protocol: str,
+    wanted: _Wanted,
+    *,
+    keep_records: bool,
+    time_limit: float | None,
+) -> Finished:
     from ppdbench.experiments.microbench import bench
+    from ppdbench.experiments.microbench.engines import Clock
 
+    manner = bench.Manner(say, keep_records, Clock(time_limit))
     if protocol == "handoff":
-        hops = _handoff_plan(chosen, wanted)
-        return bench.run_handoff(chosen, hops, keep_records=keep_records, tell=say)
+        return bench.run_handoff(chosen, _handoff_plan(chosen, wanted), manner)
     if protocol == "paper":
-        plan = _attribution_plan(chosen, wanted)
-        return bench.run_attribution(chosen, plan, keep_records=keep_records, tell=say)
-    return bench.run_interference(
-        chosen,
-        _interference_plan(chosen, wanted),
-        explicit=wanted.explicit,
-        keep_records=keep_records,
-        tell=say,
-    )
+        return bench.run_attribution(chosen, _attribution_plan(chosen, wanted), manner)
+    plan = _interference_plan(chosen, wanted)
+    return bench.run_interference(chosen, plan, manner, explicit=wanted.explicit)
 
 
 def _interference_plan(chosen: Chosen, wanted: _Wanted) -> InterferencePlan:

@@ -196,15 +196,23 @@ async def measure_attribution(
     plan: AttributionPlan,
     engines: AsyncIterator[tuple[bool, LiveEngine, Limits]],
     tell: Callable[[str], None],
+    is_over: Callable[[], bool] = bool,
 ) -> Attribution:
-    """Run on real engines, one launch after the other; each runs the forms of its cascade."""
+    """Run on real engines, one launch after the other; each runs the forms of its cascade.
+
+    Repeats stand outermost, so that when ``is_over()`` every form has about as many.
+    """
     found: Attribution | None = None
     async for cascade, engine, limits in engines:
         found = found or Attribution(plan, limits)
         chosen = [shot for shot in found.fitting() if shot.form.cascade is cascade]
+        chosen.sort(key=lambda shot: shot.repeat)
         for place, shot in enumerate(chosen):
             if place % 20 == 0:
                 tell(f"shot {place + 1} of {len(chosen)}: {shot.name}")
             found.take(shot, await engine.run(ShotScript(shot, plan.seed)), keep=True)
+            if is_over():
+                tell(f"time is over: {len(chosen) - place - 1} shots are left out")
+                break
     assert found is not None
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Coroutine
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import uvloop
@@ -19,6 +19,7 @@ from ppdbench.experiments.microbench.attribution_run import (
 )
 from ppdbench.experiments.microbench.engines import (
     Chosen,
+    Clock,
     Told,
     live_cluster,
     live_engine,
@@ -53,24 +54,38 @@ class Finished:
     manifest: Manifest
 
 
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """What a run says as it goes, whether simulated tokens stay, and how long it may take."""
+
+    tell: Told
+    keep_records: bool = False
+    clock: Clock = field(default_factory=Clock)
+
+    def is_over(self) -> bool:
+        return self.clock.is_over
+
+
 def run_interference(
-    chosen: Chosen, plan: InterferencePlan, *, explicit: bool, keep_records: bool, tell: Told
+    chosen: Chosen, plan: InterferencePlan, manner: Manner, *, explicit: bool
 ) -> Finished:
     """The interference experiment on the chosen engine."""
     if chosen.backend == "sim":
         engine = SimulatedEngine(sim_config(chosen), seed=plan.seed)
-        found = simulate(plan, engine, explicit=explicit, keep_records=keep_records)
+        found = simulate(plan, engine, explicit=explicit, keep_records=manner.keep_records)
         return _finished(found, simulated_identity(engine), plan)
-    return run_live(_measured(chosen, plan, explicit=explicit, tell=tell))
+    return run_live(_measured(chosen, plan, manner, explicit=explicit))
 
 
 async def _measured(
-    chosen: Chosen, plan: InterferencePlan, *, explicit: bool, tell: Told
+    chosen: Chosen, plan: InterferencePlan, manner: Manner, *, explicit: bool
 ) -> Finished:
-    async with live_engine(chosen, plan.seed, tell) as (engine, identity):
-        tell("preflight: limits and cached tokens")
+    async with live_engine(chosen, plan.seed, manner.tell) as (engine, identity):
+        manner.tell("preflight: limits and cached tokens")
         limits = await look(engine)
-        found = await measure(plan, engine, limits, explicit=explicit, tell=tell)
+        found = await measure(
+            plan, engine, limits, explicit=explicit, tell=manner.tell, is_over=manner.is_over
+        )
     return _finished(found, replace(identity, block_size=limits.block_tokens), plan)
 
 
@@ -97,29 +112,27 @@ def run_live(work: Coroutine[Any, Any, Finished]) -> Finished:
     return finished
 
 
-def run_attribution(
-    chosen: Chosen, plan: AttributionPlan, *, keep_records: bool, tell: Told
-) -> Finished:
+def run_attribution(chosen: Chosen, plan: AttributionPlan, manner: Manner) -> Finished:
     """The published test and its controls on the chosen engine."""
     if chosen.backend == "sim":
         config = sim_config(chosen)
         engines = {on: SimulatedEngine(config, seed=plan.seed, cascade=on) for on in (True, False)}
-        found = simulate_attribution(plan, engines, keep_records=keep_records)
+        found = simulate_attribution(plan, engines, keep_records=manner.keep_records)
         return _attributed(found, simulated_identity(engines[True]))
-    return run_live(_attribute_live(chosen, plan, tell))
+    return run_live(_attribute_live(chosen, plan, manner))
 
 
-def run_handoff(chosen: Chosen, plan: HandoffPlan, *, keep_records: bool, tell: Told) -> Finished:
+def run_handoff(chosen: Chosen, plan: HandoffPlan, manner: Manner) -> Finished:
     """The hand-off experiment on the chosen engine."""
     if chosen.backend == "sim":
         config = sim_config(chosen)
-        found = simulate_handoff(plan, config, keep_records=keep_records)
+        found = simulate_handoff(plan, config, keep_records=manner.keep_records)
         return _handed_off(found, simulated_identity(SimulatedEngine(config, seed=plan.seed)))
-    return run_live(_hand_off_live(chosen, plan, tell))
+    return run_live(_hand_off_live(chosen, plan, manner))
 
 
-async def _hand_off_live(chosen: Chosen, plan: HandoffPlan, tell: Told) -> Finished:
-    with live_cluster(chosen, Topology.parse("1P_1D"), tell) as cluster:
+async def _hand_off_live(chosen: Chosen, plan: HandoffPlan, manner: Manner) -> Finished:
+    with live_cluster(chosen, Topology.parse("1P_1D"), manner.tell) as cluster:
         _, alone = split_pair(cluster.spec)
         engine = LiveEngine(
             alone.nodes[0].url,
@@ -127,12 +140,13 @@ async def _hand_off_live(chosen: Chosen, plan: HandoffPlan, tell: Told) -> Finis
             seed=seed_for(plan.seed, time.time_ns()),
             headers=alone.nodes[0].headers(),
         )
-        tell("preflight: limits and cached tokens")
+        manner.tell("preflight: limits and cached tokens")
         try:
             limits = await look(engine)
         finally:
             await engine.close()
-        found = await measure_handoff(plan, Pair(cluster.spec, engine.model, limits), tell)
+        pair = Pair(cluster.spec, engine.model, limits)
+        found = await measure_handoff(plan, pair, manner.tell, manner.is_over)
         facts = cluster.facts
         identity = live_identity(chosen, facts.version, facts.model, limits.block_tokens)
     return _handed_off(found, replace(identity, connector="nixl"))
@@ -144,9 +158,10 @@ def _handed_off(found: Handoff, identity: EngineIdentity) -> Finished:
     return Finished(document, found.records, Manifest(identity, grid="microbench", seed=plan.seed))
 
 
-async def _attribute_live(chosen: Chosen, plan: AttributionPlan, tell: Told) -> Finished:
+async def _attribute_live(chosen: Chosen, plan: AttributionPlan, manner: Manner) -> Finished:
     identities: list[EngineIdentity] = []
-    found = await measure_attribution(plan, _launches(chosen, plan, identities, tell), tell)
+    engines = _launches(chosen, plan, identities, manner.tell)
+    found = await measure_attribution(plan, engines, manner.tell, manner.is_over)
     return _attributed(found, replace(identities[0], block_size=found.limits.block_tokens))
 
 

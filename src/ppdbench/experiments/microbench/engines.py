@@ -48,6 +48,21 @@ class Chosen:
         return self.backend == "vllm" and self.device == "cpu"
 
 
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """How long a live run may take: it ends after the block or point in which time ran out.
+
+    What is complete by then is the result. ``None`` is no limit.
+    """
+
+    limit_s: float | None = None
+    begun_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_over(self) -> bool:
+        return self.limit_s is not None and time.monotonic() - self.begun_s > self.limit_s
+
+
 def no_cascade_switch(chosen: Chosen) -> str:
     """Why cascade attention cannot be switched on the chosen engine; empty where it can."""
     if chosen.backend == "sim":

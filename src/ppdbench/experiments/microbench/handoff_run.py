@@ -152,8 +152,16 @@ def simulate_handoff(plan: HandoffPlan, config: SimConfig, *, keep_records: bool
     return found
 
 
-async def measure_handoff(plan: HandoffPlan, pair: Pair, tell: Callable[[str], None]) -> Handoff:
-    """On real nodes: the D of a P→D pair serves all three ways, so that it is one machine."""
+async def measure_handoff(
+    plan: HandoffPlan,
+    pair: Pair,
+    tell: Callable[[str], None],
+    is_over: Callable[[], bool] = bool,
+) -> Handoff:
+    """On real nodes: the D of a P→D pair serves all three ways, so that it is one machine.
+
+    Once ``is_over()`` the remaining points are left.
+    """
     both, alone = split_pair(pair.spec)
     block_tokens = pair.limits.block_tokens or 1
     prompts = plan.prompts(block_tokens, pair.limits.context_tokens)
@@ -171,6 +179,9 @@ async def measure_handoff(plan: HandoffPlan, pair: Pair, tell: Callable[[str], N
             seed_for(plan.seed, place.repeat),
         )
         found.take(place, outcome, keep=True)
+        if is_over():
+            tell(f"time is over: {len(places) - number} points are left out")
+            break
     return found
 
 

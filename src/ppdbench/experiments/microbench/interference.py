@@ -128,10 +128,19 @@ def simulate(
     return found
 
 
-async def measure(
-    plan: InterferencePlan, engine: LiveEngine, limits: Limits, *, explicit: bool, tell: Told
+async def measure(  # noqa: PLR0913  (what to do, where, and how to hear of it)
+    plan: InterferencePlan,
+    engine: LiveEngine,
+    limits: Limits,
+    *,
+    explicit: bool,
+    tell: Told,
+    is_over: Callable[[], bool] = bool,
 ) -> Interference:
-    """Run the plan on a real engine; a warm-up block goes first and its records stand apart."""
+    """Run the plan on a real engine; a warm-up block goes first and its records stand apart.
+
+    Once ``is_over()`` the rest of the plan is left; every cell's row says how many repeats it has.
+    """
     cells, skipped = fitting_cells(plan, limits, explicit=explicit)
     found = Interference(plan, limits, skipped)
     found.records += await _warm_up(plan, cells, engine)
@@ -139,6 +148,9 @@ async def measure(
     for script in course.scripts():
         tell(f"block {course.done + 1} of {course.total}: {script.title}")
         course.take(await engine.run(script))
+        if is_over():
+            tell(f"time is over: {course.total - course.done} blocks are left out")
+            break
     return found
 
 
