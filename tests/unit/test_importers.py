@@ -85,3 +85,12 @@ def test_a_file_of_another_kind_is_refused_by_name(tmp_path, change):
 
     with pytest.raises(RunError, match=path.name):
         importers.vllm_ppd(tmp_path)
+
+
+def test_a_folder_above_or_one_configuration_will_do(tmp_path):
+    """The result files are found wherever the sweep was unpacked; other JSON is left alone."""
+    write(tmp_path / "unpacked" / "sweep", "4R", "small_tiny", 1)
+    (tmp_path / "unpacked" / "notes.json").write_text("{}")
+
+    for folder in (tmp_path, tmp_path / "unpacked" / "sweep" / "4R"):
+        assert len(importers.vllm_ppd(folder).points) == 1

@@ -55,13 +55,13 @@ class Imported:
 
 
 def vllm_ppd(folder: Path) -> Imported:
-    """Read every point below ``folder``.
+    """Read every point below ``folder``: the sweep's folder, one above it, or one configuration's.
 
     Raises:
         RunError: no point there, an unreadable file, or two files for one point.
     """
     found: dict[PointKey, tuple[Path, dict[str, Any]]] = {}
-    for path in sorted(folder.glob("*/*.json")):
+    for path in sorted(_results(folder)):
         key, point = _read_point(path)
         if key in found:
             raise RunError(
@@ -75,6 +75,12 @@ def vllm_ppd(folder: Path) -> Imported:
         )
     keys = sorted(found, key=_order)
     return Imported([found[key][1] for key in keys], _missing(found))
+
+
+def _results(folder: Path) -> Iterable[Path]:
+    """Files that are named after the folder they lie in; others are not results."""
+    paths = folder.resolve().rglob("*.json")
+    return (path for path in paths if path.name.startswith(f"{path.parent.name}_"))
 
 
 def _order(key: PointKey) -> tuple[int, str, str, float]:

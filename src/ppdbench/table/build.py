@@ -167,14 +167,16 @@ def _provenance(runs: Sequence[RunInput], bases: Sequence[str]) -> dict[str, Any
     by_trust = [run.manifest.document() for run in sorted(runs, key=lambda run: run.simulated)]
     return {
         "bases": list(bases),
+        "pairs": {base: str(Topology.parse(base).twin()) for base in bases},
         "backend": "+".join(sorted({run.backend for run in runs})),
         "grids": sorted({run.manifest.grid for run in runs}),
         "tool_version": __version__,
         "runs": [{"backend": run.backend, "digest": run.digest} for run in runs],
         **{name: _first_known(by_trust, name) for name in IDENTITY},
+        "tensor_parallel": _first_known([d["flags"] for d in by_trust], "tensor_parallel"),
     }
 
 
 def _first_known(documents: Sequence[dict[str, Any]], name: str) -> object:
     """A live run's word comes before a simulated one's."""
-    return next((d[name] for d in documents if d[name] not in (None, {})), None)
+    return next((d[name] for d in documents if d.get(name) not in (None, {})), None)

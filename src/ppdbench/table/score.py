@@ -55,7 +55,10 @@ class Guard:
 
     @classmethod
     def parse(cls, text: str) -> Guard:
-        """Read ``tpot_p99=0.05`` (seconds) or ``tpot_p99=1.2x`` (local over remote)."""
+        """Read ``tpot_p99=0.05`` (seconds) or ``tpot_p99=1.2x`` (local over remote).
+
+        A number from 1 on is a ratio without its ``x``, too: a second per token is no limit.
+        """
         name, _, limit = text.partition("=")
         kind, _, stat = name.partition("_")
         value = _positive(limit.removesuffix("x"))
@@ -64,7 +67,8 @@ class Guard:
                 f"--guard {text!r}: expected tpot_STAT=LIMIT with STAT one of "
                 f"{', '.join(STATISTICS)}, as in tpot_p99=0.05 (seconds) or tpot_p99=1.2x (ratio)"
             )
-        return cls(stat, None, value) if limit.endswith("x") else cls(stat, value)
+        is_ratio = limit.endswith("x") or value >= 1
+        return cls(stat, None, value) if is_ratio else cls(stat, value)
 
     def vetoes(self, remote: Side, local: Side) -> bool:
         after = local.all_tpot_s.get(self.stat)

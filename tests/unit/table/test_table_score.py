@@ -104,6 +104,8 @@ def test_an_interval_that_holds_zero_decides_nothing():
         ("tpot_p99=0.06", False),
         ("tpot_p99=1.4x", True),
         ("tpot_p99=1.6x", False),
+        ("tpot_p99=1.4", True),
+        ("tpot_p99=1.6", False),
     ],
 )
 def test_the_guard_keeps_others_tpot(text, vetoed):
