@@ -29,11 +29,26 @@ class Tally:
         return sum(values[at] for at in self._all)
 
 
+class Common:
+    """One value of the row that is everybody's, with its place found; the last writer wins."""
+
+    __slots__ = ("_at", "_values")
+
+    def __init__(self, values: memoryview[float], at: int) -> None:
+        self._values = values
+        self._at = at
+
+    def get(self) -> float:
+        return self._values[self._at]
+
+    def put(self, value: float) -> None:
+        self._values[self._at] = value
+
+
 class Board:
     """One row of named float64 values per worker in ``buffer[offset:]``, and one shared row.
 
-    ``add`` and ``put`` write this worker's row; ``total`` sums the rows. ``share`` writes the row
-    that is everybody's, where the last writer wins.
+    ``add`` and ``put`` write this worker's row; ``total`` sums the rows.
     """
 
     def __init__(
@@ -61,6 +76,10 @@ class Board:
         at = self._index[name]
         return Tally(self._values, self._base + at, range(at, self._shared, self._stride))
 
+    def common(self, name: str) -> Common:
+        """``name`` in everybody's row."""
+        return Common(self._values, self._shared + self._index[name])
+
     def add(self, name: str, amount: float = 1.0) -> None:
         self._values[self._base + self._index[name]] += amount
 
@@ -84,12 +103,6 @@ class Board:
             for row in self._rows
             if values[stamped + row * stride] > after
         )
-
-    def share(self, name: str, value: float) -> None:
-        self._values[self._shared + self._index[name]] = value
-
-    def shared(self, name: str) -> float:
-        return self._values[self._shared + self._index[name]]
 
     def clear(self, names: Sequence[str]) -> None:
         """Set gauges of this row to zero, as after a worker's death."""
@@ -115,6 +128,7 @@ class ArrivalRate:
 
     def __init__(self, board: Board) -> None:
         self._board = board
+        self._first_s = board.common("arrivals_first_s")
         self._second = -1
         self._rate = 0.0
 
@@ -122,8 +136,8 @@ class ArrivalRate:
         """A conversation arrived."""
         second = int(now_s)
         board, cell = self._board, second % RATE_WINDOW_S
-        if board.shared("arrivals_first_s") == 0.0:
-            board.share("arrivals_first_s", now_s)
+        if self._first_s.get() == 0.0:
+            self._first_s.put(now_s)
         if board.mine(f"arrivals_at_{cell}") != second:
             board.put(f"arrivals_at_{cell}", second)
             board.put(f"arrivals_in_{cell}", 0.0)
@@ -138,7 +152,7 @@ class ArrivalRate:
         return self._rate
 
     def _measure(self, now_s: float) -> float:
-        first_s = self._board.shared("arrivals_first_s")
+        first_s = self._first_s.get()
         if first_s == 0.0:
             return 0.0
         arrivals = sum(self._recent(cell, int(now_s)) for cell in range(RATE_WINDOW_S))

@@ -250,15 +250,15 @@ class Chooser:
             return
         if cached_tokens >= LOST_SHARE * note.context_tokens:
             return
-        home.share("loss_idle_s", max(0.0, now_s - note.used_s))
-        home.share("loss_until_s", now_s + LOSS_MEMORY_S)
+        home.loss_idle_s.put(max(0.0, now_s - note.used_s))
+        home.loss_until_s.put(now_s + LOSS_MEMORY_S)
 
 
 def _evicted(home: Upstream, note: Note, now_s: float) -> bool:
     """Whether the node lately lost KV that had lain unused no longer than this note's."""
-    if now_s >= home.shared("loss_until_s"):
+    if now_s >= home.loss_until_s.get():
         return False
-    return now_s - note.used_s >= home.shared("loss_idle_s")
+    return now_s - note.used_s >= home.loss_idle_s.get()
 
 
 def _turn(history: History | None, found: Found | None) -> int:

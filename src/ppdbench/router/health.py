@@ -80,7 +80,7 @@ class Health:
             return False
         node.alive = True
         node.strikes = 0
-        node.share("epoch", node.epoch + 1)
+        node.epoch_cell.put(node.epoch + 1)
         return True
 
     async def _renew(self, node: Upstream) -> None:
@@ -94,4 +94,4 @@ class Health:
             return
         match = _START_TIME.search(answer.body)
         if match is not None:
-            node.share("epoch", int(float(match[1])))
+            node.epoch_cell.put(int(float(match[1])))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ppdbench.cluster.contract import ClusterSpec, Node
 from ppdbench.core.topology import NodeSpec, Role
 from ppdbench.http.messages import Headers, Origin
-from ppdbench.router.board import Board, Tally
+from ppdbench.router.board import Board, Common, Tally
 
 PER_NODE = (
     "running", "prefill_tokens", "requests", "failures", "epoch", "loss_idle_s", "loss_until_s",
@@ -35,20 +35,16 @@ class Upstream:
     origin: Origin
     authority: bytes
     authorization: bytes
-    board: Board
     running: Tally
     prefill_tokens: Tally
     requests: Tally
     failures: Tally
+    epoch_cell: Common
+    loss_idle_s: Common
+    loss_until_s: Common
     alive: bool = True
     strikes: int = 0
     progress_at_s: float = 0.0
-
-    def shared(self, what: str) -> float:
-        return self.board.shared(f"{what}:{self.node.name}")
-
-    def share(self, what: str, value: float) -> None:
-        self.board.share(f"{what}:{self.node.name}", value)
 
     @property
     def authorization_pair(self) -> Headers:
@@ -59,7 +55,7 @@ class Upstream:
     @property
     def epoch(self) -> int:
         """The node's incarnation; KV of an earlier one is gone."""
-        return int(self.shared("epoch"))
+        return int(self.epoch_cell.get())
 
 
 class Upstreams:
@@ -96,11 +92,13 @@ def _upstream(at: int, node: Node, board: Board) -> Upstream:
         origin=origin,
         authority=origin.authority.encode(),
         authorization="".join(lines).encode(),
-        board=board,
         running=board.tally(f"running:{node.name}"),
         prefill_tokens=board.tally(f"prefill_tokens:{node.name}"),
         requests=board.tally(f"requests:{node.name}"),
         failures=board.tally(f"failures:{node.name}"),
+        epoch_cell=board.common(f"epoch:{node.name}"),
+        loss_idle_s=board.common(f"loss_idle_s:{node.name}"),
+        loss_until_s=board.common(f"loss_until_s:{node.name}"),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import traceback
 from collections.abc import Coroutine
 from typing import Any
@@ -79,9 +80,10 @@ class Rig:
         return Router(config, load_policy(config), Shared.over(make_buffer(config), config, 0))
 
     async def _say(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(self.answer)
-        await writer.drain()
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(self.answer)
+            await writer.drain()
         writer.close()
 
     async def post(self, body: bytes, headers=(), at: int = 0, path="/v1/chat/completions") -> int:
