@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -285,3 +286,34 @@ def test_an_origin_keeps_path_and_brackets():
 
     assert origin.authority == "[::1]:8000"
     assert Request("GET", "/v1/models").render(origin).startswith(b"GET /proxy/v1/models HTTP/1.1")
+
+
+async def test_bytes_that_nobody_asked_for_never_become_the_next_answer():
+    """A server that sends two answers to one request loses its connection, not our second one."""
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n"
+    asked = []
+
+    async def serve(reader, writer):
+        while await reader.readuntil(b"\r\n\r\n"):
+            asked.append(1)
+            writer.write(answer + str(len(asked)).encode() + answer + b"X")
+            await writer.drain()
+
+    server = await asyncio.start_server(_until_closed(serve), "127.0.0.1", 0)
+    origin = Origin("http", "127.0.0.1", server.sockets[0].getsockname()[1])
+    pool = Pool()
+
+    bodies = [(await pool.fetch(origin, Request("GET", "/"))).body for _ in range(3)]
+    await pool.close()
+    server.close()
+
+    assert bodies == [b"1", b"2", b"3"]
+
+
+def _until_closed(serve):
+    async def handle(reader, writer):
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            await serve(reader, writer)
+        writer.close()
+
+    return handle

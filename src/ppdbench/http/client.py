@@ -117,6 +117,8 @@ class _Connection(asyncio.Protocol):
         self._at_s = 0.0
         self._until_close = False
         self._swallow = False
+        self._whole = False
+        self._foul = False
         self._reading = True
         self.idle_since_s = 0.0
         self.served = 0
@@ -159,17 +161,22 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._at_s = time.monotonic()
         exchange = self._exchange
-        if exchange is not None:
-            exchange.got_bytes = True
+        if exchange is None:
+            self.abort()  # nobody asked: these bytes must not become the next answer's
+            return
+        exchange.got_bytes = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
             self.abort()
-            if exchange is not None:
-                exchange.fail(BrokenError("our own reader failed", got_bytes=True))
+            exchange.fail(BrokenError("our own reader failed", got_bytes=True))
             raise (error.__context__ or error) from None
         except httptools.HttpParserError as error:
-            self._break(f"the answer of {self._origin} is no HTTP/1.1: {error}")
+            self._foul = True
+            if not self._whole:
+                self._break(f"the answer of {self._origin} is no HTTP/1.1: {error}")
+        if self._whole:
+            self._settle(exchange)
 
     def eof_received(self) -> bool:
         return False
@@ -190,6 +197,9 @@ class _Connection(asyncio.Protocol):
 
     # httptools
 
+    def on_message_begin(self) -> None:
+        self._foul = self._foul or self._whole
+
     def on_status(self, reason: bytes) -> None:
         self._reason += reason
 
@@ -200,22 +210,29 @@ class _Connection(asyncio.Protocol):
         head = Head(self._parser.get_status_code(), self._reason, tuple(self._headers))
         self._reason, self._headers = b"", []
         self._swallow = head.status < 200
-        if self._exchange is None or self._swallow:
+        if self._exchange is None or self._swallow or self._whole:
             return
         self._until_close = _ends_with_connection(head)
         self._exchange.sink.on_head(head, self._at_s)
 
     def on_body(self, data: bytes) -> None:
-        if self._exchange is not None:
+        if self._exchange is not None and not self._whole:
             self._exchange.sink.on_body(data, self._at_s)
 
     def on_message_complete(self) -> None:
-        if self._swallow or self._exchange is None:
+        if not self._swallow and not self._whole:
+            self._whole = True
+            self._foul = not self._parser.should_keep_alive()
+
+    def _settle(self, exchange: Exchange) -> None:
+        """Hand the connection back before the answer is told, unless more came than was asked."""
+        foul, self._whole, self._foul = self._foul, False, False
+        if self._exchange is None:
             return
-        exchange, self._exchange = self._exchange, None
+        self._exchange = None
         self.served += 1
         self.resume()
-        if self._parser.should_keep_alive():
+        if not foul:
             self._pool.keep(self._origin, self, self._at_s)
         elif self._transport is not None:
             self._transport.close()

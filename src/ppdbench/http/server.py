@@ -53,12 +53,15 @@ class Responder:
     buffer has drained. After the client has left, writes are dropped.
     """
 
-    __slots__ = ("_connection", "_keep_alive", "finished", "gone", "on_gone", "on_writable",
-                 "started")  # fmt: skip
+    __slots__ = ("_chunked", "_connection", "_keep_alive", "finished", "gone", "on_gone",
+                 "on_writable", "started")  # fmt: skip
 
-    def __init__(self, connection: _ServerConnection, *, keep_alive: bool) -> None:
+    def __init__(
+        self, connection: _ServerConnection, *, keep_alive: bool, chunked: bool = True
+    ) -> None:
         self._connection = connection
-        self._keep_alive = keep_alive
+        self._keep_alive = keep_alive and chunked
+        self._chunked = chunked
         self.started = False
         self.finished = False
         self.gone = False
@@ -80,18 +83,23 @@ class Responder:
         self.send(status, orjson.dumps(document), (JSON_TYPE, *headers))
 
     def start(self, status: int, headers: Headers = (), lines: bytes = b"") -> None:
-        """Begin a chunked answer. ``lines`` are further headers as they stand on the wire."""
+        """Begin an answer of unknown length: chunked, or ended by the close for HTTP/1.0.
+
+        ``lines`` are further headers as they stand on the wire.
+        """
         self.started = True
-        lines += b"transfer-encoding: chunked\r\n"
+        if self._chunked:
+            lines += b"transfer-encoding: chunked\r\n"
         self._write(_render_head(status, headers, lines, keep_alive=self._keep_alive))
 
     def write(self, data: bytes) -> None:
         """One chunk; its bytes go to the kernel now."""
         if data:
-            self._write(b"%x\r\n%b\r\n" % (len(data), data))
+            self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     def end(self) -> None:
-        self._write(_LAST_CHUNK)
+        if self._chunked:
+            self._write(_LAST_CHUNK)
         self._finish()
 
     def pass_on(self, data: bytes) -> None:
@@ -154,7 +162,7 @@ class _ServerConnection(asyncio.Protocol):
         self._max_body_bytes = max_body_bytes
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
-        self._waiting: deque[tuple[Incoming, bool]] = deque()
+        self._waiting: deque[tuple[Incoming, Responder]] = deque()
         self._responder: Responder | None = None
         self._at_s = 0.0
         self.congested = False
@@ -237,15 +245,19 @@ class _ServerConnection(asyncio.Protocol):
             b"".join(self._body),
             self._at_s,
         )
-        keep_alive = self._parser.should_keep_alive()
+        responder = Responder(
+            self,
+            keep_alive=self._parser.should_keep_alive(),
+            chunked=self._parser.get_http_version() != "1.0",
+        )
         self._reset()
         if self._responder is None:
-            self._handle(incoming, keep_alive)
+            self._handle(incoming, responder)
         else:
-            self._waiting.append((incoming, keep_alive))
+            self._waiting.append((incoming, responder))
 
-    def _handle(self, incoming: Incoming, keep_alive: bool) -> None:  # noqa: FBT001
-        self._responder = responder = Responder(self, keep_alive=keep_alive)
+    def _handle(self, incoming: Incoming, responder: Responder) -> None:
+        self._responder = responder
         self._handler(incoming, responder)
 
     def _reset(self) -> None:

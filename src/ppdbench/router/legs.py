@@ -120,6 +120,11 @@ class AnswerLeg:
     def status(self) -> int:
         return 0 if self.head is None else self.head.status
 
+    @property
+    def whole(self) -> bytes:
+        """The body of an unstreamed answer."""
+        return b"".join(self._body)
+
     # Sink
 
     def on_head(self, head: Head, at_s: float) -> None:
@@ -205,7 +210,7 @@ class AnswerLeg:
     def _send_whole(self, at_s: float) -> None:
         assert self.head is not None
         self.began = True
-        body = b"".join(self._body)
+        body = self.whole
         self._responder.send(self.head.status, body, (), self._receipt + response_lines(self.head))
         self.first_at_s = self.last_at_s = at_s
         if self.head.status == 200:

@@ -10,7 +10,7 @@ from ppdbench.router.board import Board, Tally
 REASONS = (
     "turn1", "cold", "replica", "policy", "role", "share", "threshold", "table", "outside",
     "undecided", "one_sided", "interpolated", "failed", "default", "drift", "moved", "retry",
-    "override", "alone", "other",
+    "override", "alone", "no_pull", "other",
 )  # fmt: skip
 """Reasons with a series of their own; a policy's further ones count as ``other``."""
 

@@ -8,14 +8,24 @@ that it took.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
-from ppdbench.cluster.nixl import PARAMS, Prefilled, prefill_body, read_prefilled, release_body
-from ppdbench.core.decision import Route
+from ppdbench.cluster.nixl import (
+    PARAMS,
+    HeldKv,
+    Prefilled,
+    held_kv,
+    prefill_body,
+    pull_refusal,
+    read_prefilled,
+    release_body,
+)
+from ppdbench.core.decision import Decision, Route
 from ppdbench.core.errors import EngineError
 from ppdbench.http.client import Exchange, Pool
 from ppdbench.http.errors import CancelledExchangeError, HttpError
@@ -45,6 +55,7 @@ JSON: Headers = ((b"content-type", b"application/json"),)
 RETRY_SOON: Headers = (*JSON, (b"retry-after", b"1"))
 SESSION_HEADER = b"x-session-id"
 OVERRIDE_HEADER = b"x-ppd-force-route"
+HELD_LIMIT = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -57,8 +68,26 @@ class Services:
     health: Health
     metrics: Metrics
     receipts: Receipts
+    held: HeldByConversation = field(default_factory=lambda: HeldByConversation(HELD_LIMIT))
     turns: set[TurnInFlight] = field(default_factory=set)
     clock_offset_s: float = field(default_factory=lambda: time.time() - time.monotonic())
+
+
+class HeldByConversation:
+    """What D nodes offer to be pulled, of the last ``limit`` conversations; one worker's own."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held: OrderedDict[int, HeldKv] = OrderedDict()
+
+    def keep(self, conversation: int, held: HeldKv) -> None:
+        self._held[conversation] = held
+        if len(self._held) > self._limit:
+            self._held.popitem(last=False)
+
+    def take(self, conversation: int) -> HeldKv | None:
+        """An offer stands once."""
+        return self._held.pop(conversation, None)
 
 
 class BadRequestError(Exception):
@@ -84,9 +113,9 @@ class TurnInFlight:
     """A request, from its last byte to the last byte of its answer."""
 
     __slots__ = (
-        "_body", "_exchange", "_headers", "_incoming", "_leg", "_plan", "_prefilled", "_responder",
-        "_retried", "_running_on", "_services", "_took_prefill_tokens", "_whole", "deadline_s",
-        "decide_s", "outcome",
+        "_body", "_exchange", "_headers", "_incoming", "_leg", "_plan", "_prefilled", "_pull_from",
+        "_responder", "_retried", "_running_on", "_services", "_took_prefill_tokens", "_whole",
+        "deadline_s", "decide_s", "outcome",
     )  # fmt: skip
 
     def __init__(self, services: Services, incoming: Incoming, responder: Responder) -> None:
@@ -100,6 +129,7 @@ class TurnInFlight:
         self._whole: WholeLeg | None = None
         self._leg: AnswerLeg | None = None
         self._prefilled: Prefilled | None = None
+        self._pull_from: HeldKv | None = None
         self._running_on: Upstream | None = None
         self._took_prefill_tokens = 0
         self._retried = False
@@ -149,10 +179,21 @@ class TurnInFlight:
         plan = services.chooser.plan(
             self._body, incoming.get(SESSION_HEADER), now_s, self._forced_route()
         )
+        if plan.decision.route is Route.PULL:
+            plan = self._with_pull(plan)
         self.decide_s = time.perf_counter() - started_s
         services.metrics.route(plan.decision.route, plan.decision.reason).add()
         if plan.shadow is not None and plan.shadow.route is not plan.decision.route:
             services.metrics.board.add("shadow_differs")
+        return plan
+
+    def _with_pull(self, plan: Plan) -> Plan:
+        """``plan`` if P may read what D holds, else the same way without a pull, saying why."""
+        held = self._services.held.take(plan.speaker.conversation)
+        refusal = pull_refusal(held, token_ids(self._body))
+        if refusal is not None:
+            return plan._replace(decision=Decision(Route.REMOTE, f"no_pull,{refusal}"))
+        self._pull_from = held
         return plan
 
     def _forced_route(self) -> Route | None:
@@ -179,7 +220,7 @@ class TurnInFlight:
         self._took_prefill_tokens = plan.features.context_tokens + plan.features.new_tokens
         node.prefill_tokens.add(self._took_prefill_tokens)
         self._whole = WholeLeg(self._prefill_answered, self._prefill_failed)
-        body = orjson.dumps(prefill_body(self._body))
+        body = orjson.dumps(prefill_body(self._body, self._pull_from))
         self._start(node, body, self._whole, self._services.config.timeouts.prefill_s)
 
     def _ask_home(self, plan: Plan, extra: dict[str, Any]) -> None:
@@ -261,6 +302,8 @@ class TurnInFlight:
         chooser = self._services.chooser
         chooser.learn(plan, self._body, leg.counted, now_s)
         chooser.note(plan, leg.answer, self._prompt_tokens(leg), now_s)
+        if chooser.policy.name == Route.PULL:
+            self._hold(plan, leg)
         self._finish("ok")
 
     def broke(self, error: HttpError) -> None:
@@ -272,6 +315,15 @@ class TurnInFlight:
         if not self._answer_leg.began and self._try_again({plan.home.name}):
             return
         self._fail(f"{plan.home.name}: {error}", "BadGatewayError", 502, "broken")
+
+    def _hold(self, plan: Plan, leg: AnswerLeg) -> None:
+        """Keep what D offers for a later pull; only an unstreamed answer offers it."""
+        prompt, answer = token_ids(self._body), leg.answer
+        if leg.streaming or prompt is None or answer is None:
+            return
+        held = held_kv(parse_body(leg.whole), prompt, answer.token_ids)
+        if held is not None:
+            self._services.held.keep(plan.speaker.conversation, held)
 
     def _prompt_tokens(self, leg: AnswerLeg) -> int:
         """By the home's count, else by P's, else as estimated."""
@@ -406,6 +458,14 @@ class TurnInFlight:
             self._services.metrics.board.put("drift_alarm", float(drift.alarm(now_s)))
 
 
+def token_ids(body: Mapping[str, Any]) -> list[int] | None:
+    """The prompt where it is token ids; ``None`` for text, chats and several prompts."""
+    prompt = body.get("prompt")
+    if not isinstance(prompt, list) or not all(isinstance(token, int) for token in prompt):
+        return None
+    return prompt
+
+
 def _tpot_s(leg: AnswerLeg) -> float | None:
     """(last token − first)/(tokens − 1) of a stream; ``None`` where nothing was spread in time."""
     tokens = leg.counted.output_tokens
@@ -418,6 +478,3 @@ def _tpot_s(leg: AnswerLeg) -> float | None:
 
 def _ignore(*_: object) -> None:
     """The answer to a release says nothing that we could act on."""
-
-
-Handler = Callable[[Incoming, Responder], None]

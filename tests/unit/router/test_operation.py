@@ -208,6 +208,22 @@ async def test_a_home_that_evicts_is_not_trusted_for_as_old_turns(bench_for):
     assert (lost.route, cold.route, cold.reason) == ("local", "remote", "cold")
 
 
+async def test_a_pull_reads_ds_kv_and_says_when_it_may_not(bench_for):
+    """Token-id histories, unstreamed: P takes D's KV; a text history goes remote and says why."""
+    bench = await bench_for("1P_1D", policy="pull")
+    body = {"model": "fake", "max_tokens": 24, "return_token_ids": True}
+    prompt = list(range(100, 200))
+
+    first = await bench.post("/v1/completions", body | {"prompt": prompt})
+    longer = [*prompt, *first.json()["choices"][0]["token_ids"], 7, 8, 9]
+    second = await bench.post("/v1/completions", body | {"prompt": longer})
+    chat = await bench.chat(follow_up(await bench.chat(USER)))
+
+    assert (first.route, second.route) == ("remote", "pull")
+    assert bench.engines["p0"]._counters["external_kv_transfer"] > 0
+    assert (chat.route, chat.reason) == ("remote", "no_pull,no_kv_offered")
+
+
 async def test_several_answers_in_one_request_are_computed_on_one_node(bench_for):
     """A hand-off's blocks can be read once, so n = 2 is not split."""
     bench = await bench_for("1P_1D", policy="remote")

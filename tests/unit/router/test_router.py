@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ppdbench.http.messages import Origin, Request
+
 USER = [{"role": "user", "content": "hello there, how are you today?"}]
 
 
@@ -50,8 +52,6 @@ async def test_a_stream_is_passed_on_byte_for_byte(bench_for):
     """Streaming through the router gives the bytes that the engine alone gives."""
     bench = await bench_for("1R", policy="local")
     body = {"model": "fake", "messages": USER, "max_tokens": 6, "stream": True}
-    from ppdbench.http.messages import Origin, Request
-
     direct = await bench.pool.fetch(
         Origin.parse(bench.engines["r0"].url),
         Request.json("/v1/chat/completions", body, ((b"x-request-id", b"same"),)),
@@ -92,3 +92,22 @@ async def test_the_control_path_answers_on_the_same_port(bench_for):
     assert health.status == 200
     assert b'ppd_turns_total{reason="turn1",route="remote"} 1.0' in metrics.body
     assert decisions.json()["decisions"][0]["reason"] == "turn1"
+
+
+async def test_an_http_1_0_client_gets_a_stream_without_chunks(bench_for):
+    """It knows no chunked encoding: the close ends its answer."""
+    import asyncio
+
+    bench = await bench_for("1R")
+    wire = Request.json(
+        "/v1/chat/completions", {"model": "fake", "messages": USER, "max_tokens": 3, "stream": True}
+    ).render(bench.origin)
+    reader, writer = await asyncio.open_connection(bench.origin.host, bench.origin.port)
+    writer.write(wire.replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+    raw = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    head, _, body = raw.partition(b"\r\n\r\n")
+
+    assert b"transfer-encoding" not in head
+    assert body.startswith(b"data: {")
+    assert body.endswith(b"data: [DONE]\n\n")
