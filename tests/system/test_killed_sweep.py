@@ -32,12 +32,12 @@ turns = [[1024, 1024], [16, 32]]
 """
 
 
-def start(grid: Path, run: Path) -> subprocess.Popen:
+def start(grid: Path, run: Path, stderr: int = subprocess.DEVNULL) -> subprocess.Popen:
     command = [sys.executable, "-m", "ppdbench", "sweep", "--grid", str(grid), "--seed", "1"]
     return subprocess.Popen(
         [*command, "-o", str(run), "--resume", "--jobs", "2"],
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=stderr,
         start_new_session=True,
     )
 
@@ -46,14 +46,17 @@ def finished(run: Path) -> int:
     return len(list((run / "points").glob("*.json"))) if (run / "points").is_dir() else 0
 
 
-def kill_after(process: subprocess.Popen, run: Path, more: int) -> list[psutil.Process]:
-    """SIGKILL once ``more`` further points exist; the workers it leaves."""
-    wanted = finished(run) + more
+def wait_for(process: subprocess.Popen, run: Path, points: int) -> None:
     deadline = time.monotonic() + 60
-    while finished(run) < wanted:
-        assert process.poll() is None, "the sweep ended before it could be killed"
+    while finished(run) < points:
+        assert process.poll() is None, "the sweep ended before it could be stopped"
         assert time.monotonic() < deadline, "no progress"
         time.sleep(0.002)
+
+
+def kill_after(process: subprocess.Popen, run: Path, more: int) -> list[psutil.Process]:
+    """SIGKILL once ``more`` further points exist; the workers it leaves."""
+    wait_for(process, run, finished(run) + more)
     workers = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -83,3 +86,23 @@ def test_ten_kills_lose_and_double_nothing(tmp_path):
     _, alive = psutil.wait_procs(leftovers, timeout=10)
     assert len(leftovers) >= 2 * KILLS
     assert not alive
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_with_130_and_can_be_resumed(tmp_path):
+    """What was finished is in points.jsonl, no worker stays, and the message names --resume."""
+    grid, run = tmp_path / "grid.toml", tmp_path / "run"
+    grid.write_text(GRID)
+    process = start(grid, run, stderr=subprocess.PIPE)
+    wait_for(process, run, 20)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+
+    assert process.returncode == 130
+    assert b"--resume" in said
+    assert b"Traceback" not in said
+    assert len(read_points(run)) == finished(run) >= 20
+    assert not psutil.wait_procs(workers, timeout=10)[1]
+    assert start(grid, run).wait(timeout=120) == 0
+    assert len(read_points(run)) == POINTS

@@ -117,14 +117,16 @@ def test_throughput_is_of_the_window_and_the_drain_stands_apart():
     """Window 10 s: one answer ends inside, one is half out at its end, and drains for 5 s."""
     inside = turn("c0", at=0.0, ttft=1.0, tpot=0.1, out=11)
     across = turn("c1", at=8.0, ttft=1.0, tpot=0.6, out=11)
+    last = turn("c2", at=10.0, ttft=1.0, out=1)
 
-    result = point([inside, across])
+    result = point([inside, across, last])
 
+    assert result["window_s"] == 10.0
     assert result["requests_per_s"] == pytest.approx(1 / 10)
     assert result["output_tokens_per_s"] == pytest.approx((11 + 1 + 10 / 6) / 10)
     assert result["with_drain"]["drain_s"] == pytest.approx(5.0)
-    assert result["with_drain"]["requests_per_s"] == pytest.approx(2 / 15)
-    assert result["with_drain"]["output_tokens_per_s"] == pytest.approx(22 / 15)
+    assert result["with_drain"]["requests_per_s"] == pytest.approx(3 / 15)
+    assert result["with_drain"]["output_tokens_per_s"] == pytest.approx(23 / 15)
 
 
 def test_goodput_counts_what_met_both_limits():
@@ -134,6 +136,7 @@ def test_goodput_counts_what_met_both_limits():
         turn("c1", ttft=0.4),
         turn("c2", tpot=0.05),
         turn("c3", out=1),
+        turn("c4", at=10.0, ttft=0.4),
     ]
 
     result = point(records, limits=Limits(ttft_s=0.2, tpot_s=0.03))

@@ -200,3 +200,49 @@ def test_the_command_plans_without_running_and_refuses_an_existing_run(grid, tmp
     assert refused.returncode == 2
     assert "--resume" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+def test_repeats_stop_where_the_means_are_known(grid, tmp_path):
+    """±50 % is known after three of ten repeats; both routes keep equal repeats; resume agrees."""
+    text = GRID.replace("repeats = 2", "repeats = 10").replace("[8]", "[8, 2]")
+    grid.write_text(text)
+
+    stopped = sweep(backend(grid), tmp_path / "wide", stop_width=0.5)
+    exact = sweep(backend(grid), tmp_path / "narrow", stop_width=0.0)
+    again = sweep(backend(grid), tmp_path / "wide", stop_width=0.5, resume=True)
+
+    repeats = {(p["policy"], p["rate_per_s"]): p["repeat"] + 1 for p in read_points(stopped.run)}
+    assert repeats[("remote", 8.0)] == repeats[("local", 8.0)] == 3
+    assert (stopped.points, exact.points) == (18, 60)
+    assert (again.points, again.effort.points) == (18, 0)
+    with pytest.raises(RunError, match=r"stop_width is 0\.5"):
+        sweep(backend(grid), tmp_path / "wide", resume=True)
+
+
+def test_a_stopped_sweep_has_the_same_bytes_on_any_number_of_processes(grid, tmp_path):
+    """Only earlier repeats decide, not the order in which points finish."""
+    grid.write_text(GRID.replace("repeats = 2", "repeats = 6"))
+    for jobs in (1, 2):
+        sweep(backend(grid, jobs=jobs), tmp_path / str(jobs), stop_width=0.04)
+
+    one, two = ((tmp_path / name / "points.jsonl").read_bytes() for name in ("1", "2"))
+    assert one == two
+    assert 9 <= one.count(b"\n") <= 18
+
+
+def test_a_closed_loop_keeps_its_users_busy(grid, tmp_path):
+    """Five users: never more than five turns out at once, and throughput of what came."""
+    grid.write_text(
+        GRID.replace("rates_per_s = [8]", "users = [5]").replace("duration_s = 5\n", "")
+        + '[arrivals]\nprocess = "closed"\nconversations_per_user = 4\n'
+    )
+    sweep(backend(grid, keep_records=True), tmp_path / "run")
+    point = read_points(tmp_path / "run")[0]
+    kept = read_records(tmp_path / "run", "2P_2D.remote.tiny.5.0")
+
+    out = [sum(r.sent_at_s <= o.sent_at_s < r.finished_at_s for r in kept) for o in kept]
+    assert max(out) == 5
+    assert backend(grid).expected_s(backend(grid).measuring.grid.points()) < 60
+    assert point["rate_per_s"] == 5.0
+    assert point["window_s"] > 0
+    assert point["requests_per_s"] > 0

@@ -15,6 +15,7 @@ from ppdbench.cli import (
     import_,
     microbench,
     plot,
+    run,
     serve,
     sweep,
     table,
@@ -54,6 +55,7 @@ app.command(epilog=build_table.EPILOG)(build_table.build_table)
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(import_.app, name="import")
 app.add_typer(table.app, name="table")
+app.add_typer(run.app, name="run")
 app.command(epilog=serve.EPILOG)(serve.serve)
 app.add_typer(workload, name="workload")
 app.command(epilog=microbench.EPILOG)(microbench.microbench)

@@ -75,8 +75,17 @@ class _Lines:
         left = f", about {self._running.left_s(progress):.0f} s left"
         say(
             f"sweep: {progress.done}/{progress.total} points, {self._running.text()}"
-            + (left if progress.done < progress.total else "")
+            + (f"{left}; {_latest(progress)}" if progress.done < progress.total else "")
         )
+
+
+def _latest(progress: Progress) -> str:
+    """The point that has just finished, with its medians."""
+    measured = progress.measured
+    if measured.ttft_s is None or measured.tpot_s is None:
+        return measured.key.slug
+    ttft, tpot = measured.ttft_s * 1000, measured.tpot_s * 1000
+    return f"{measured.key.slug}: TTFT {ttft:.0f} ms, TPOT {tpot:.1f} ms"
 
 
 @contextmanager
@@ -98,12 +107,11 @@ def _bar() -> Iterator[Reporter]:
 
         def report(progress: Progress) -> None:
             running.count(progress)
-            slug = progress.measured.key.slug
             bar.update(
                 task,
                 completed=progress.done,
                 total=progress.total,
-                description=f"{running.text()} · {slug}",
+                description=f"{running.text()} · {_latest(progress)}",
             )
 
         yield report

@@ -33,6 +33,12 @@ def sweep(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say how many points and about how long; run none.")
     ] = False,
+    stop_width: Annotated[
+        float | None,
+        typer.Option(
+            help="Stop repeating where mean TTFT and TPOT are known within ± this share.", min=0
+        ),
+    ] = None,
     jobs: Annotated[
         int, typer.Option(min=0, help="Processes for simulated points; 0: one per core.")
     ] = 0,
@@ -122,7 +128,7 @@ def sweep(
     if dry_run:
         _show_plan(chosen, as_json=as_json)
         return
-    result = _run(chosen, folder, resume=resume)
+    result = _run(chosen, folder, stop_width, resume=resume)
     _show_result(result, as_json=as_json)
     if not result.ok:
         raise typer.Exit(1)
@@ -142,12 +148,12 @@ def _default_folder(grid: str) -> Path:
     return Path("results") / f"{Path(grid).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _run(backend: Backend, folder: Path, *, resume: bool) -> SweepResult:
+def _run(backend: Backend, folder: Path, stop_width: float | None, *, resume: bool) -> SweepResult:
     from ppdbench.cli.progress import sweep_progress
     from ppdbench.experiments.sweep import sweep as run_sweep
 
     with sweep_progress() as report:
-        result = run_sweep(backend, folder, resume=resume, report=report)
+        result = run_sweep(backend, folder, resume=resume, stop_width=stop_width, report=report)
     for notice in backend.measuring.grid.notices():
         say(f"ppd: {notice}")
     effort = result.effort

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,18 +108,12 @@ def bootstrap(
     return Interval(estimate, float(low), float(high))
 
 
-def paired_difference(
-    first: dict[str, Sequence[float]],
-    second: dict[str, Sequence[float]],
-    *,
-    seed: int,
-    resamples: int = 2000,
-    confidence: float = 0.95,
-) -> Interval:
-    """Mean of ``second`` − mean of ``first``, over the conversations that stand in both.
+Figures = Mapping[str, Sequence[float]]
+"""By conversation, its turns' figures."""
 
-    Keys are conversations, values their turns' figures. Whole conversations are drawn, because
-    turns of one conversation depend on each other.
+
+def paired_columns(first: Figures, second: Figures) -> list[Floats]:
+    """Sums and counts of both sides, by conversation, over those that stand in both.
 
     Raises:
         ValueError: no conversation stands in both.
@@ -127,18 +121,17 @@ def paired_difference(
     shared = sorted(key for key in first.keys() & second.keys() if first[key] and second[key])
     if not shared:
         raise ValueError("no conversation stands on both sides, so nothing can be compared")
-    columns = [
+    return [
         np.array([reduce(side[key]) for key in shared], dtype=np.float64)
         for side in (first, second)
         for reduce in (math.fsum, len)
     ]
-    return bootstrap(
-        columns, _difference_of_means, seed=seed, resamples=resamples, confidence=confidence
-    )
 
 
-def _difference_of_means(
+def relative_change(
     sum_a: Floats, count_a: Floats, sum_b: Floats, count_b: Floats, axis: int = -1
 ) -> Floats:
-    difference: Floats = sum_b.sum(axis) / count_b.sum(axis) - sum_a.sum(axis) / count_a.sum(axis)
-    return difference
+    """Second mean over first mean, − 1, of :func:`paired_columns`."""
+    first = sum_a.sum(axis) / count_a.sum(axis)
+    change: Floats = sum_b.sum(axis) / count_b.sum(axis) / first - 1
+    return change

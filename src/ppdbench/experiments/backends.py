@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -38,8 +38,14 @@ class Backend(Protocol):
         """A rough forecast of the wall time of :meth:`measure`."""
         ...
 
-    def measure(self, keys: Sequence[PointKey]) -> Iterator[Measured]:
-        """Each key once, in any order. A failed point is yielded with its cause, not raised."""
+    def measure(
+        self, keys: Sequence[PointKey], wants: Callable[[PointKey], bool] | None = None
+    ) -> Generator[Measured]:
+        """Each key once, in any order. A failed point is yielded with its cause, not raised.
+
+        ``wants`` is asked before a point begins, when all earlier repeats of its place have been
+        yielded; a point that is not wanted is left out.
+        """
         ...
 
 
@@ -73,7 +79,17 @@ class SimulatedBackend:
         turns = self.measuring.grid.expected_turns(keys)
         return SIMULATION_START_S + turns * SIMULATED_TURN_S / self.jobs
 
-    def measure(self, keys: Sequence[PointKey]) -> Iterator[Measured]:
+    def measure(
+        self, keys: Sequence[PointKey], wants: Callable[[PointKey], bool] | None = None
+    ) -> Generator[Measured]:
+        if wants is None:
+            yield from self._measure_all(keys)
+            return
+        for repeat in sorted({key.repeat for key in keys}):
+            wanted = [key for key in keys if key.repeat == repeat and wants(key)]
+            yield from self._measure_all(wanted)
+
+    def _measure_all(self, keys: Sequence[PointKey]) -> Iterator[Measured]:
         return in_parallel(self._measure_one, sorted(keys, key=_by_schedule), self.jobs)
 
     def _measure_one(self, key: PointKey) -> Measured:

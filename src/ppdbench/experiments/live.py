@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import uvloop
@@ -81,16 +81,19 @@ class LiveBackend:
         starts = len(_by_shape(keys)) * self.source.start_s
         return starts + self.measuring.grid.expected_offered_s(keys, TOKEN_S)
 
-    def measure(self, keys: Sequence[PointKey]) -> Iterator[Measured]:
+    def measure(
+        self, keys: Sequence[PointKey], wants: Callable[[PointKey], bool] | None = None
+    ) -> Generator[Measured]:
         for shape, group in _by_shape(keys).items():
             with self.source.open(shape) as cluster:
-                yield from _OnCluster(self, cluster).measure(self._shuffled(shape, group))
+                order = self._order(shape, group)
+                yield from _OnCluster(self, cluster).measure(order, wants)
 
-    def _shuffled(self, shape: Topology, group: Sequence[PointKey]) -> list[PointKey]:
-        """Drifts of the machine must not line up with rates or routes."""
+    def _order(self, shape: Topology, group: Sequence[PointKey]) -> list[PointKey]:
+        """Shuffled within each repeat: drifts of the machine line up with no rate or route."""
         order = list(group)
         random.Random(seed_for(self.measuring.seed, "order", shape)).shuffle(order)
-        return order
+        return sorted(order, key=lambda key: key.repeat)
 
 
 def _by_shape(keys: Sequence[PointKey]) -> dict[Topology, list[PointKey]]:
@@ -112,12 +115,15 @@ class _OnCluster:
         self._slow_link: SlowLink | None = None
         self._points = 0
 
-    def measure(self, keys: Sequence[PointKey]) -> Iterator[Measured]:
+    def measure(
+        self, keys: Sequence[PointKey], wants: Callable[[PointKey], bool] | None
+    ) -> Iterator[Measured]:
         self._pulls = any(key.policy == Route.PULL for key in keys)
         self._check_answers()
         self._slow_link = self._measured_link()
         for key in keys:
-            yield self._until_measured(key)
+            if wants is None or wants(key):
+                yield self._until_measured(key)
 
     def _check_answers(self, only: int | None = None) -> None:
         """Wrong KV comes with HTTP 200; a cluster that ever had it proves no path."""

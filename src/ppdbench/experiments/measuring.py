@@ -16,7 +16,10 @@ from ppdbench.runs.store import point_line
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A finished point, ready to be stored: its line, its records (folder → Parquet), its clock."""
+    """A finished point, ready to be stored: its line, its records (folder → Parquet), its clock.
+
+    ``ttft_s`` and ``tpot_s`` are its medians over all turns, for whoever watches.
+    """
 
     key: PointKey
     line: bytes
@@ -24,6 +27,8 @@ class Measured:
     turns: int
     timing: Mapping[str, Any]
     records: Mapping[str, bytes] = field(default_factory=dict)
+    ttft_s: float | None = None
+    tpot_s: float | None = None
 
 
 class Measuring:
@@ -86,4 +91,6 @@ def _measured(
         turns=sum(point["routes"].values()),
         timing={"point": key.slug, **timing},
         records=records,
+        ttft_s=point["all"]["ttft_s"]["p50"],
+        tpot_s=point["all"]["tpot_s"]["p50"],
     )

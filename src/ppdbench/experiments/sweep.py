@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +16,7 @@ from typing import Any, Self
 from ppdbench.core.errors import WorkloadError
 from ppdbench.experiments.backends import Backend
 from ppdbench.experiments.measuring import Measured
+from ppdbench.experiments.stopping import StopRule
 from ppdbench.runs.manifest import Manifest
 from ppdbench.runs.points import PointKey
 from ppdbench.runs.store import RunWriter, read_points
@@ -76,13 +79,14 @@ class SweepResult:
         }
 
 
-def manifest_for(backend: Backend) -> Manifest:
+def manifest_for(backend: Backend, stop_width: float | None = None) -> Manifest:
     grid = backend.measuring.grid
     workloads = sorted({key.workload for key in grid.points()})
     return Manifest(
         engine=backend.identity(),
         grid=grid.name,
         seed=backend.measuring.seed,
+        stop_width=stop_width,
         grid_digest=grid.digest,
         workload_digests={name: grid.workload_digest(name) for name in workloads},
     )
@@ -93,9 +97,12 @@ def sweep(
     folder: Path,
     *,
     resume: bool = False,
+    stop_width: float | None = None,
     report: Callable[[Progress], None] = lambda _: None,
 ) -> SweepResult:
     """Measure what is missing in ``folder`` and assemble ``points.jsonl``.
+
+    ``stop_width`` makes the grid's repeats the most there can be (:class:`StopRule`).
 
     Raises:
         RunError: the folder exists and ``resume`` is false, is locked, or holds another run.
@@ -104,17 +111,22 @@ def sweep(
     """
     keys = _distinct(backend.measuring.grid.points())
     backend.measuring.grid.prepare()
-    with RunWriter(folder, manifest_for(backend), resume=resume) as writer:
+    with RunWriter(folder, manifest_for(backend, stop_width), resume=resume) as writer:
+        rule = None if stop_width is None else StopRule(stop_width)
         there = writer.finished()
         missing = [key for key in keys if key.slug not in there]
+        if rule is not None:
+            for key in keys:
+                if key.slug in there:
+                    rule.saw(key, writer.point(key.slug))
         try:
-            effort = _measure(backend, missing, writer, len(keys), report)
+            effort = _measure(backend, missing, writer, report, rule)
         finally:
             recorded = writer.assemble(key.slug for key in keys)
-        if recorded != len(keys):
-            raise AssertionError(
-                f"{len(keys) - recorded} points of {len(keys)} were never measured"
-            )
+        left_out = len(rule.left_out) if rule else 0
+        if recorded + left_out != len(keys):
+            lost = len(keys) - recorded - left_out
+            raise AssertionError(f"{lost} points of {len(keys)} were never measured")
     return _result(folder, effort)
 
 
@@ -129,19 +141,25 @@ def _measure(
     backend: Backend,
     missing: list[PointKey],
     writer: RunWriter,
-    total: int,
     report: Callable[[Progress], None],
+    rule: StopRule | None,
 ) -> Effort:
     began_s = time.monotonic()
-    done, turns, events = total - len(missing), 0, 0
-    with WriteBehind(writer) as store:
-        for measured in backend.measure(missing):
+    total = len(backend.measuring.grid.points())
+    already, points, turns, events = total - len(missing), 0, 0, 0
+    wants = rule.wants if rule else None
+    # Closed at once when anything fails here, so that workers and nodes do not linger.
+    with WriteBehind(writer) as store, closing(backend.measure(missing, wants)) as stream:
+        for measured in stream:
             store.put(measured)
-            done += 1
+            if rule is not None:
+                rule.saw(measured.key, json.loads(measured.line))
+            points += 1
             turns += measured.turns
             events += measured.timing.get("events", 0)
-            report(Progress(done, total, measured))
-    return Effort(len(missing), turns, events, time.monotonic() - began_s)
+            left_out = len(rule.left_out) if rule else 0
+            report(Progress(already + points, total - left_out, measured))
+    return Effort(points, turns, events, time.monotonic() - began_s)
 
 
 def _result(folder: Path, effort: Effort) -> SweepResult:

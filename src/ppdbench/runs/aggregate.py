@@ -144,7 +144,7 @@ def aggregate(
         "repeat": key.repeat,
         "seed": seed,
         **_success(columns, records, plan),
-        **_throughput(columns, outcome.facts.get("window_s") or plan.window_s, limits),
+        **_throughput(columns, _window_s(columns, plan), limits),
         "bytes_moved": _fact_or_sum(outcome, "bytes_moved", records),
         "recomputed_tokens": _fact_or_sum(outcome, "recomputed_tokens", records),
         **lost,
@@ -284,6 +284,12 @@ def _cause(record: TurnRecord) -> Outcome:
 
 def _never_sent(count: int) -> dict[str, int]:
     return {"never_sent": count} if count else {}
+
+
+def _window_s(columns: Columns, plan: Plan) -> float:
+    """First to last conversation arrival: what came, which in a closed loop nobody can plan."""
+    begun = columns.scheduled_s[columns.turn == 1]
+    return float(begun.max() - begun.min()) if len(begun) > 1 else plan.window_s
 
 
 def _throughput(columns: Columns, window: float, limits: Limits) -> dict[str, Any]:

@@ -19,7 +19,7 @@ SCHEMA_VERSION = 1
 
 RESUME_FIELDS = (
     "schema_version", "backend", "engine", "engine_version", "model", "dtype", "gpu", "connector",
-    "block_size", "flags", "tool_version", "seed", "grid_digest", "workload_digests",
+    "block_size", "flags", "tool_version", "seed", "stop_width", "grid_digest", "workload_digests",
 )  # fmt: skip
 """A resumed run must agree in these: anything else would be another experiment in one folder."""
 
@@ -70,13 +70,17 @@ def _commit() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """``manifest.json``. ``host`` and ``commit`` are for people; no rule looks at them."""
+    """``manifest.json``. ``host`` and ``commit`` are for people; no rule looks at them.
+
+    ``stop_width`` is the rule that ended the repeats, ``None`` where all were run.
+    """
 
     engine: EngineIdentity
     grid: str = ""
     seed: int | None = None
     grid_digest: str | None = None
     workload_digests: Mapping[str, str] = field(default_factory=dict)
+    stop_width: float | None = None
     schema_version: int = SCHEMA_VERSION
     tool_version: str = __version__
     commit: str | None = field(default_factory=_commit)

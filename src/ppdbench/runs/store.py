@@ -102,6 +102,13 @@ class RunWriter:
         """Slugs of the points that are there."""
         return {path.stem for path in (self.folder / "points").glob("*.json")}
 
+    def point(self, slug: str) -> dict[str, Any]:
+        """A finished point's object."""
+        document: dict[str, Any] = json.loads(
+            (self.folder / "points" / f"{slug}.json").read_bytes()
+        )
+        return document
+
     def put(self, slug: str, line: bytes, records: Mapping[str, bytes] | None = None) -> None:
         """Store a point; its records (folder name → Parquet bytes) first, so that none lack."""
         for kind, content in (records or {}).items():
