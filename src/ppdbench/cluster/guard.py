@@ -63,8 +63,14 @@ class Guard:
         return code
 
     def stop(self, nodes: list[Started], grace_s: float = GRACE_S) -> None:
-        """End these nodes with all they started; returns when they are gone."""
-        self._ask(do="stop", pids=[node.pid for node in nodes], grace_s=grace_s)
+        """End these nodes with all they started; returns when they are gone.
+
+        Does so itself when the guard has been killed.
+        """
+        try:
+            self._ask(do="stop", pids=[node.pid for node in nodes], grace_s=grace_s)
+        except EngineError:
+            stop(nodes, grace_s)
 
     def detach(self) -> None:
         """The nodes live on without guard or owner."""

@@ -250,11 +250,12 @@ def launch_commands(
 ) -> Iterator[LaunchedCluster]:
     """As :func:`launch`, for commands that are already known, as the simulated nodes' are."""
     guard = Guard(niceness)
+    cluster = LaunchedCluster(commands, guard, logs, ready_within_s)
     try:
-        cluster = LaunchedCluster(commands, guard, logs, ready_within_s)
         cluster.start(say)
         yield cluster
     finally:
+        cluster.stop()
         guard.close()
 
 

@@ -147,6 +147,18 @@ def test_a_node_that_cannot_start_is_an_error_of_the_guards_owner(tmp_path):
         guard.close()
 
 
+def test_an_owner_ends_its_nodes_itself_when_the_guard_was_killed(tmp_path):
+    """Nothing is left to luck between the two."""
+    guard = Guard()
+    node = guard.start(command(SLEEP), tmp_path / "log")
+    psutil.Process(node.pid).parent().kill()
+
+    guard.stop([node], grace_s=2.0)
+    guard.close()
+
+    assert not node.alive()
+
+
 OWNER = """
 import sys, time
 from pathlib import Path
