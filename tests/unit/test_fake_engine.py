@@ -7,6 +7,9 @@ import asyncio
 import pytest
 
 from ppdbench.cluster import nixl
+from ppdbench.cluster.contract import Node
+from ppdbench.cluster.engine import probe
+from ppdbench.core.topology import Role
 from ppdbench.http.client import Pool
 from ppdbench.http.errors import BrokenError
 from ppdbench.http.messages import Origin, Request
@@ -221,3 +224,11 @@ async def test_reset_prefix_cache_is_refused_while_requests_run(pool):
         cached = (await ask(pool, engine, PROMPT))["usage"]["prompt_tokens_details"]
 
     assert cached == {"cached_tokens": 0}
+
+
+async def test_it_says_what_it_is_as_vllm_does():
+    """A probe of a cluster's node reads model, longest context and block size."""
+    async with FakeEngine(model="m", max_model_len=777, block_size=32) as engine:
+        facts = await asyncio.to_thread(probe, Node("r0", Role.R, engine.url))
+
+    assert (facts.model, facts.max_model_len, facts.block_size) == ("m", 777, 32)

@@ -133,7 +133,6 @@ class HttpTurns:
     # TurnServer
 
     def serve(self, dialogue: Dialogue, record: TurnRecord, done: Done) -> None:
-        self.send_lags_s.append(record.sent_at_s - record.scheduled_at_s)
         memory = self._memories.get(record.conversation)
         if memory is None:
             history = history_for(
@@ -147,6 +146,8 @@ class HttpTurns:
         self._flights.add(flight)
         self._running[record.node] += 1
         flight.launch()
+        # After the request has been built and handed over: a long prompt's making is our lag too.
+        self.send_lags_s.append(self.clock.now_s - record.scheduled_at_s)
 
     # for flights
 

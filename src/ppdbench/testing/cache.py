@@ -9,11 +9,11 @@ class PrefixCache:
     """Whole blocks only; a prompt's last token is never served from it. Size 0 turns it off."""
 
     def __init__(self, block_size: int) -> None:
-        self._size = block_size
+        self.block_size = block_size
         self._known: set[int] = set()
 
     def __repr__(self) -> str:
-        return f"<PrefixCache {self.blocks} blocks of {self._size}>"
+        return f"<PrefixCache {self.blocks} blocks of {self.block_size}>"
 
     @property
     def blocks(self) -> int:
@@ -25,7 +25,7 @@ class PrefixCache:
         for block in self._blocks(ids[:-1], salt):
             if block not in self._known:
                 break
-            found += self._size
+            found += self.block_size
         return found
 
     def store(self, ids: Sequence[int], salt: str = "") -> None:
@@ -38,6 +38,6 @@ class PrefixCache:
     def _blocks(self, ids: Sequence[int], salt: str) -> Iterator[int]:
         """A chained key per whole block: equal keys mean equal prefixes."""
         key = hash(salt)
-        for end in range(self._size, len(ids) + 1, self._size) if self._size else ():
-            key = hash((key, *ids[end - self._size : end]))
+        for end in range(self.block_size, len(ids) + 1, self.block_size) if self.block_size else ():
+            key = hash((key, *ids[end - self.block_size : end]))
             yield key

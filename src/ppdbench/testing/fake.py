@@ -208,6 +208,7 @@ class FakeEngine:
             f"vllm:num_requests_running{{{name}}} {self._in_service}",
             f"vllm:num_requests_waiting{{{name}}} {len(self._waiting)}",
             f"vllm:kv_cache_usage_perc{{{name}}} {self._cache.blocks / 1e6}",
+            f'vllm:cache_config_info{{{name},block_size="{self._cache.block_size}"}} 1',
             f"vllm:num_preemptions_total{{{name}}} 0",
             f"vllm:prompt_tokens_total{{{name}}} {count['prompt']}",
             f"vllm:generation_tokens_total{{{name}}} {count['generated']}",

@@ -20,6 +20,9 @@ from ppdbench.http.server import Incoming, Responder, Server
 from ppdbench.testing import tokens
 
 EVENT_STREAM: Headers = ((b"content-type", b"text/event-stream; charset=utf-8"),)
+VERSION = "0.32.0+ppdbench"
+"""The vLLM whose manner the shell follows, and a local mark that says it is none."""
+
 METRICS_TEXT: Headers = ((b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),)
 
 
@@ -211,7 +214,7 @@ class OpenAiShell:
             "/v1/completions": self._generate,
             "/v1/chat/completions": self._generate,
             "/v1/models": self._models,
-            "/version": lambda _, reply: reply.send_json(200, {"version": "0.0.0+fake"}),
+            "/version": lambda _, reply: reply.send_json(200, {"version": VERSION}),
             "/health": lambda _, reply: reply.send(200, b""),
             "/metrics": lambda _, reply: reply.send(200, engine.metrics().encode(), METRICS_TEXT),
             "/reset_prefix_cache": lambda _, reply: reply.send_json(
@@ -245,8 +248,8 @@ class OpenAiShell:
             route(incoming, responder)
 
     def _models(self, incoming: Incoming, responder: Responder) -> None:  # noqa: ARG002
-        model = {"id": self._engine.model, "object": "model", "owned_by": "ppdbench"}
-        model["max_model_len"] = str(self._engine.max_model_len)
+        model: dict[str, object] = {"id": self._engine.model, "object": "model"}
+        model |= {"owned_by": "ppdbench", "max_model_len": self._engine.max_model_len}
         responder.send_json(200, {"object": "list", "data": [model]})
 
     def _generate(self, incoming: Incoming, responder: Responder) -> None:
