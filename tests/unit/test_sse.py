@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import orjson
 import pytest
@@ -207,3 +208,60 @@ def test_a_whole_answer_is_read_like_a_stream():
     assert reply.ended
     assert reply.kv_transfer_params == {"x": 1}
     assert reply.exact_token_at_s == [3.0, 3.0]
+
+
+RECORDED = sorted((Path(__file__).parents[1] / "data" / "streams").glob("*.sse"))
+"""Answers of vLLM 0.32.0 to twelve-token requests, as they came off the wire."""
+
+
+def state(pieces):
+    reply = Reply()
+    for piece in pieces:
+        reply.feed(piece, 1.0)
+    return {
+        name: getattr(reply, name)
+        for name in (
+            "prompt_tokens", "completion_tokens", "cached_tokens", "output_tokens", "token_ids",
+            "text", "token_at_s", "finish_reason", "done", "ended", "error", "counts_estimated",
+        )
+    }  # fmt: skip
+
+
+def test_the_recorded_streams_are_here():
+    """Six kinds of answer: text and chat, with and without ids and usage."""
+    assert len(RECORDED) == 6
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("ending", [b"\n", b"\r\n"], ids=["lf", "crlf"])
+def test_a_recorded_stream_cut_at_every_byte_reads_the_same(path, ending):
+    """Nothing that a network does to a real answer changes what is read from it."""
+    stream = path.read_bytes().replace(b"\n", ending)
+    whole = state([stream])
+
+    assert whole["ended"]
+    assert whole["output_tokens"] == len(whole["token_at_s"]) == 12
+    step = 1 if ending == b"\n" else 7
+    for cut in range(0, len(stream), step):
+        assert state([stream[:cut], stream[cut:]]) == whole
+    assert state([stream[i : i + 1] for i in range(len(stream))]) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "cached", "ids", "estimated"),
+    [
+        ("completion-ids", 120, 0, 12, False),
+        ("completion-continuous", 3, 0, 0, False),
+        ("completion-no-usage", None, None, 0, True),
+        ("chat-usage", 33, 0, 0, False),
+        ("chat-continuous-ids", 33, 0, 12, False),
+        ("chat-plain", None, None, 0, True),
+    ],
+)
+def test_what_a_recorded_stream_says(name, prompt, cached, ids, estimated):
+    """Counts are the server's where it sent any; what it did not say stays unknown."""
+    path = next(path for path in RECORDED if path.stem == name)
+    read = state([path.read_bytes()])
+
+    assert (read["prompt_tokens"], read["cached_tokens"]) == (prompt, cached)
+    assert (len(read["token_ids"]), read["counts_estimated"]) == (ids, estimated)
