@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import matplotlib as mpl
@@ -28,6 +29,9 @@ CLASS_COLOURS = {
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", ":", "-.")
+
+CHARACTERS_PER_INCH = 15
+"""Of the small print below a figure."""
 
 _LOOK: dict[Any, Any] = {
     "font.size": 9.0,
@@ -94,7 +98,9 @@ def origin(source: Mapping[str, Any]) -> str:
 def finish(figure: Figure, title: str, source: Mapping[str, Any], note: str = "") -> Figure:
     """Title above, origin and reading notes below."""
     figure.suptitle(title, x=0.01, ha="left")
-    text = origin(source) + (f"\n{note}" if note else "")
+    width = int(figure.get_figwidth() * CHARACTERS_PER_INCH)
+    lines = [origin(source), *note.splitlines()]
+    text = "\n".join(fill(line, width) for line in lines)
     figure.supxlabel(text, x=0.01, ha="left", fontsize=7.5, color="#555555")
     return figure
 

@@ -14,6 +14,11 @@ from ppdbench.plots import style
 Cell = Mapping[str, Any]
 Shape = tuple[float, float, float]
 
+NARROWEST_IN = 8.0
+"""Title and notes must fit above and below a single panel."""
+
+TITLE = "Where should a later turn be computed?"
+
 _SIGNS = {"local": "L", "remote": "R", "undecided": "?"}
 
 
@@ -31,7 +36,8 @@ def heat_map(document: Mapping[str, Any]) -> Figure:
         rates = len({float(cell["rate_per_s"]) for cell in cells})
         figure = style.grid(
             len(topologies), columns=2,
-            width_in=2.6 + max(2.4, 0.42 * rates), height_in=0.9 + 0.25 * rows,
+            width_in=max(NARROWEST_IN / min(2, len(topologies)), 5.0, 2.6 + 0.42 * rates),
+            height_in=0.9 + 0.25 * rows,
         )  # fmt: skip
         limit = _limit(cells)
         for axes, topology in zip(figure.axes, topologies, strict=False):
@@ -39,9 +45,8 @@ def heat_map(document: Mapping[str, Any]) -> Figure:
             axes.set_title(topology)
         bar = figure.colorbar(image, ax=figure.axes, shrink=0.7, pad=0.02)
         bar.set_label("S: positive favours local")
-        return style.finish(
-            figure, _title(document), document.get("provenance") or {}, _note(cells)
-        )
+        source = document.get("provenance") or {}
+        return style.finish(figure, TITLE, source, f"{_rule(document)}\n{_note(cells)}")
 
 
 def _panel(axes: Axes, cells: Sequence[Cell], limit: float) -> Any:  # noqa: ANN401
@@ -87,10 +92,10 @@ def _limit(cells: Sequence[Cell]) -> float:
     return max(0.1, float(np.quantile(scores, 0.95))) if scores else 1.0
 
 
-def _title(document: Mapping[str, Any]) -> str:
+def _rule(document: Mapping[str, Any]) -> str:
     weights = document.get("weights") or {}
     shown = ", ".join(f"{name} {weight:g}" for name, weight in sorted(weights.items()))
-    return "Where should a later turn be computed?" + (f"  (weights: {shown})" if shown else "")
+    return f"S of the {document.get('statistic', 'mean')}, weights {shown or 'not given'}."
 
 
 def _note(cells: Sequence[Cell]) -> str:
