@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ppdbench.core.errors import NothingUsableError, UsageError
+from ppdbench.core.errors import NothingUsableError, TableError, UsageError
 from ppdbench.experiments.microbench import measure
 from ppdbench.experiments.microbench.attribution_run import AttributionPlan
 from ppdbench.experiments.microbench.bench import (
@@ -23,6 +23,8 @@ from ppdbench.plots import microbench_figures, style
 from ppdbench.plots.draw import draw
 from ppdbench.plots.run_figures import against_rate, plane
 from ppdbench.plots.series import SeriesKey, curve, route_class
+from ppdbench.table.schema import Cell, Table, save_table
+from ppdbench.table.score import STATISTICS, Rule, Side
 
 
 def point(topology="2P_2D", policy="remote", rate=2.0, repeat=0, ttft_s=0.1, **changes):
@@ -33,11 +35,17 @@ def point(topology="2P_2D", policy="remote", rate=2.0, repeat=0, ttft_s=0.1, **c
     } | changes  # fmt: skip
 
 
-def cell(**changes):
-    return {
-        "topology": "2P_2D", "context_tokens": 256, "new_tokens": 64, "output_tokens": 64,
-        "rate_per_s": 2.0, "s": 0.4, "decision": "local", "status": "measured",
-    } | changes  # fmt: skip
+def side(ttft_s, success=1.0):
+    ttft, tpot = dict.fromkeys(STATISTICS, ttft_s), dict.fromkeys(STATISTICS, 0.01)
+    return Side(40, success, ttft, tpot, tpot)
+
+
+def cell(rate, local_ttft_s=0.1, *, topology="2P_2D", remote=1.0, local=1.0):
+    centre = {"context_tokens": 256, "new_tokens": 64, "output_tokens": 64, "rate_per_s": rate}
+    return Cell(
+        topology=topology, workload="w", backend="vllm", centre=centre,
+        remote=side(0.2, remote), local=side(local_ttft_s, local),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -106,17 +114,27 @@ def test_a_run_becomes_pngs_and_a_summary(tmp_path):
 
 def test_a_table_becomes_a_heat_map(tmp_path):
     """Every status can be drawn, a cell without S included."""
-    cells = [
-        cell(), cell(rate_per_s=4.0, s=-0.2, decision="remote"),
-        cell(rate_per_s=8.0, s=None, status="one_sided"), cell(topology="1P_3D", status="failed"),
-    ]  # fmt: skip
+    cells = (
+        cell(2.0), cell(4.0, 0.3), cell(8.0, remote=0.0),
+        cell(2.0, topology="1P_3D", remote=0.0, local=0.0),
+    )  # fmt: skip
     table = tmp_path / "t.json"
-    table.write_text(json.dumps({"cells": cells, "provenance": {"backend": "vllm"}}))
+    save_table(Table(Rule(), {"backend": "vllm"}, cells), table)
 
     summary = draw(table, tmp_path / "out")
 
-    assert summary["by_decision"] == {"local": 3, "remote": 1}
+    assert summary["by_decision"] == {"local": 2, "remote": 1, "undecided": 1}
     assert (tmp_path / "out" / "table.png").exists()
+
+
+def test_a_table_of_another_version_is_not_drawn(tmp_path):
+    """A figure of a table that no other command reads would be believed."""
+    table = tmp_path / "t.json"
+    save_table(Table(Rule(), {"backend": "vllm"}, (cell(2.0),)), table)
+    table.write_text(table.read_text().replace('"schema_version": 1', '"schema_version": 2'))
+
+    with pytest.raises(TableError, match="schema version 2"):
+        draw(table, tmp_path / "out")
 
 
 def test_what_cannot_be_drawn_is_refused_with_a_sentence(tmp_path):
@@ -130,7 +148,7 @@ def test_what_cannot_be_drawn_is_refused_with_a_sentence(tmp_path):
 
     with pytest.raises(UsageError, match="run folder"):
         draw(tmp_path / "missing", tmp_path / "out")
-    with pytest.raises(UsageError, match="not JSON"):
+    with pytest.raises(UsageError, match="not readable as JSON"):
         draw(text, tmp_path / "out")
     with pytest.raises(NothingUsableError, match="no finished point"):
         draw(empty, tmp_path / "out")

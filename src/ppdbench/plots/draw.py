@@ -15,6 +15,7 @@ from ppdbench.plots.microbench_figures import microbench_figures
 from ppdbench.plots.run_figures import run_figures
 from ppdbench.plots.summary import microbench_summary, run_summary, table_summary
 from ppdbench.plots.table_figures import table_figures
+from ppdbench.table.schema import load_table, to_document
 
 MICROBENCH = "microbench.json"
 
@@ -24,7 +25,8 @@ def draw(source: Path, into: Path) -> dict[str, Any]:
 
     Raises:
         UsageError: ``source`` is neither a run folder nor a table file.
-        NothingUsableError: it holds no point or cell.
+        TableError: a table that is damaged or of another version.
+        NothingUsableError: a run that holds no point.
     """
     summary, figures = _read(source)
     into.mkdir(parents=True, exist_ok=True)
@@ -59,9 +61,8 @@ def _read_run(folder: Path) -> tuple[dict[str, Any], Iterable[tuple[str, Figure]
 
 
 def _read_table(path: Path) -> tuple[dict[str, Any], Iterable[tuple[str, Figure]]]:
-    document = _json(path.read_text(errors="replace"), path)
-    if not document.get("cells"):
-        raise NothingUsableError(f"{path}: a table with cells was expected and there are none")
+    """A table that is damaged or of another version is not drawn either."""
+    document = to_document(load_table(path))
     return table_summary(document), table_figures(document)
 
 
