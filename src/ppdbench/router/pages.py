@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from importlib.resources import files
 from typing import Any
 
 from aiohttp import web
@@ -34,6 +35,7 @@ def make_application(services: Services, upstreams: Upstreams) -> web.Applicatio
             web.get("/v1/models", pages.models),
             web.get("/ppd/decisions", pages.decisions),
             web.get("/ppd/state", pages.state),
+            web.get("/ui", pages.page),
             web.route("*", "/v1/{rest:.*}", pages.pass_through),
         ]
     )
@@ -87,6 +89,11 @@ class Pages:
             return _error(400, "limit must be a whole number", "BadRequestError")
         latest = self._services.receipts.latest(max(0, min(limit, 10_000)))
         return web.json_response({"decisions": latest})
+
+    async def page(self, _: web.Request) -> web.Response:
+        """Nodes and the latest decisions, for a person."""
+        text = files("ppdbench.router").joinpath("ui.html").read_text(encoding="utf-8")
+        return web.Response(text=text, content_type="text/html")
 
     async def state(self, _: web.Request) -> web.Response:
         """Nodes and what is remembered."""

@@ -87,11 +87,14 @@ async def test_the_control_path_answers_on_the_same_port(bench_for):
 
     models, health = await bench.get("/v1/models"), await bench.get("/health")
     metrics, decisions = await bench.get("/metrics"), await bench.get("/ppd/decisions")
+    state, page = await bench.get("/ppd/state"), await bench.get("/ui")
 
     assert models.json()["data"][0]["id"] == "fake"
     assert health.status == 200
     assert b'ppd_turns_total{reason="turn1",route="remote"} 1.0' in metrics.body
     assert decisions.json()["decisions"][0]["reason"] == "turn1"
+    assert [node["name"] for node in state.json()["nodes"]] == ["p0", "d0"]
+    assert b"<h1>ppd router</h1>" in page.body
 
 
 async def test_an_http_1_0_client_gets_a_stream_without_chunks(bench_for):
