@@ -185,6 +185,21 @@ async def test_a_connection_that_closes_early_is_broken(pool, answer, got_bytes)
     assert caught.value.got_bytes is got_bytes
 
 
+async def test_a_server_that_closes_at_once_breaks_every_exchange(pool):
+    """Closed before, while or after the request is written: each ends, none hangs."""
+
+    async def serve(_, writer):
+        writer.close()
+
+    server, origin = await raw_server(serve)
+    async with server:
+        fetches = [pool.fetch(origin, Request("GET", "/"), timeout_s=20) for _ in range(50)]
+        results = await asyncio.gather(*fetches, return_exceptions=True)
+
+    assert {type(result) for result in results} == {BrokenError}
+    assert not any("gave no whole answer" in str(result) for result in results)
+
+
 async def test_a_body_may_end_with_the_connection(pool):
     """HTTP/1.0 manners: no length, no chunks, the close is the end."""
 

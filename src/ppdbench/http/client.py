@@ -369,12 +369,14 @@ class Pool:
             return
         if exchange.done:
             self.keep(exchange.origin, connection, time.monotonic())
-        else:
+        elif connection.usable:
             exchange.carried_by(connection)
+        else:
+            exchange.fail(BrokenError(f"{exchange.origin} closed the connection at once"))
 
     async def _connect(self, origin: Origin) -> _Connection:
         loop = asyncio.get_running_loop()
-        tls = (self._tls or ssl.create_default_context()) if origin.scheme == "https" else None
+        tls = self._tls_context() if origin.scheme == "https" else None
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await loop.create_connection(
@@ -388,6 +390,12 @@ class Pool:
             ) from error
         self._all.add(connection)
         return connection
+
+    def _tls_context(self) -> ssl.SSLContext:
+        """Made once: reading the system's authorities takes longer than a handshake."""
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        return self._tls
 
 
 class _Collector:
