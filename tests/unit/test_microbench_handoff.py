@@ -82,7 +82,8 @@ def test_the_simulators_own_hop_is_measured_back(connector):
     fit, profile = found["fits"]["0"], CONNECTORS[connector]
 
     wire_s = 131072 / LINKS[config.link]
-    assert fit["per_token_s"] == pytest.approx(profile.token_s + wire_s, rel=0.1)
+    in_steps_s = profile.send_token_s + profile.receive_token_s
+    assert fit["per_token_s"] == pytest.approx(profile.token_s + in_steps_s + wire_s, rel=0.1)
     assert profile.hop_s < fit["fixed_s"] < profile.hop_s + 0.02
     assert found["failed_turns"] == 0
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import floor, log, log1p
 from pathlib import Path
 
@@ -66,15 +68,31 @@ def run_simulated_point(  # noqa: PLR0913, PLR0917 - a point is these six things
     at_once = len(arrivals) if users is None else users
     driver = _Driver(kernel, cluster, play, seed, connections)
     driver.later.extend(arrivals[at_once:])
-    for arrival in arrivals[:at_once]:
-        kernel.at(arrival.at_s, driver.begin, arrival)
-    kernel.run()
+    driver.expect(iter(sorted(arrivals[:at_once], key=_by_time)))
+    with _no_collection():
+        kernel.run()
     if config.token_times:
         driver.add_token_times()
     if trace is not None:
         write_trace(trace, cluster, play.records)
     timing = _timing(kernel, cluster, time.perf_counter() - started)
     return PointOutcome(play.records, _facts(play.records), timing)
+
+
+def _by_time(arrival: Arrival) -> float:
+    return arrival.at_s
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No search for cycles meanwhile: it would walk all records again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Driver:
@@ -97,6 +115,17 @@ class _Driver:
         self._matching: dict[str, int] = {}
         self._out: dict[str, tuple[Dialogue, TurnRecord]] = {}
         self._spans: list[tuple[TurnRecord, list[Span]]] = []
+
+    def expect(self, arrivals: Iterator[Arrival]) -> None:
+        """One arrival at a time stands in the event heap, however many there are."""
+        arrival = next(arrivals, None)
+        if arrival is not None:
+            self._kernel.at(arrival.at_s, self._arrive, (arrival, arrivals))
+
+    def _arrive(self, due: tuple[Arrival, Iterator[Arrival]]) -> None:
+        arrival, later = due
+        self.expect(later)
+        self.begin(arrival)
 
     def begin(self, arrival: Arrival) -> None:
         """A conversation arrives; it may have to wait for a connection."""

@@ -388,7 +388,7 @@ class Node:
     def _make_room(self) -> None:
         """Preempt the newest sequences until every decoding one can grow by a token."""
         cache = self.cache
-        if cache.held + cache.cached + self._unsettled <= cache.total:
+        if cache.held + self._unsettled <= cache.total:
             return
         while self._batch and not cache.fits(self._blocks_lacking()):
             self._preempt(next(reversed(self.running)))

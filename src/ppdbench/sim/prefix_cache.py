@@ -8,6 +8,7 @@ gives the same hits and evictions as a queue of single blocks at a cost per sequ
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ class PrefixCache:
         self.held = 0
         self.cached = 0
         self._enabled = enabled
-        self._runs: dict[int, _Run] = {}
+        self._runs: OrderedDict[int, _Run] = OrderedDict()  # its first is found in constant time
         self._run_of: dict[Hashable, int] = {}
         self._stamp = 0
 
