@@ -75,7 +75,7 @@ def _problems(
 def _node_problems(node: Node, counted: Counters) -> Iterator[str]:
     if counted.failed_transfers:
         yield f"{node.name} failed {counted.failed_transfers:g} KV transfers"
-    if counted.expired_hand_offs:
+    if node.role is Role.P and counted.expired_hand_offs:  # a D's are offers that no pull took
         yield f"{node.name} freed {counted.expired_hand_offs:g} hand-offs that nobody read in time"
     if node.role is Role.R and counted.received_tokens:
         yield f"replica {node.name} received {counted.received_tokens:g} tokens of KV"

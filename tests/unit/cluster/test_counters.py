@@ -90,6 +90,17 @@ def test_what_contradicts_the_routes_is_named(p, d, turns, word):
     assert word in " ".join(proof.problems)
 
 
+def test_kv_that_d_offered_and_no_pull_took_is_no_problem():
+    """D holds each finished turn for a while where pulls are on; letting go of it is as planned."""
+    proof = proof_of(
+        counted(finished_requests=1),
+        counted(transfers=1, received_tokens=9, expired_hand_offs=1),
+        {Route.REMOTE: 1},
+    )
+
+    assert proof.proven is True
+
+
 def test_nodes_that_count_nothing_prove_nothing():
     """Without the counters the proof is unknown, not good and not bad."""
     silent = Reading(Counters(), Gauges())
