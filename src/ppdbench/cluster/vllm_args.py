@@ -194,9 +194,14 @@ def _role_argv(role: Role, options: EngineOptions) -> list[str]:
 
 
 def _connector_config(options: EngineOptions) -> dict[str, object]:
+    """Where pulls are on, a pull is a pull: vLLM would compute up to 64 missing tokens instead."""
     config: dict[str, object] = {"kv_lease_duration": options.lease_s}
     if options.pull:
-        config |= {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": options.held_kv_s}
+        config |= {
+            "bidirectional_kv_xfer": True,
+            "decoder_kv_blocks_ttl": options.held_kv_s,
+            "kv_recompute_threshold": 0,
+        }
     return config
 
 
