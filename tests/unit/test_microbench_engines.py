@@ -107,6 +107,22 @@ async def test_an_engine_without_prefix_caching_is_refused_before_the_run():
             await engine.close()
 
 
+async def test_a_batch_that_does_not_run_at_a_time_is_said_before_the_run():
+    """The engine queues what is beyond its slots; the preflight finds that out."""
+    service = Service(first_token_s=0.001, per_token_s=0.0005)
+    plan = InterferencePlan((2, 8), (128,), (16,), repeats=1)
+    async with FakeEngine(service=service, slots=4) as server:
+        engine = LiveEngine(server.url, "fake", seed=0)
+        try:
+            limits = await look(engine, [batch + plan.doses for batch in plan.batches])
+            with pytest.raises(UsageError, match=r"batch 8 \+ 1 exceeds the engine's 3"):
+                await measure(plan, engine, limits, explicit=True, tell=print)
+        finally:
+            await engine.close()
+
+    assert limits.batch == 3
+
+
 async def test_another_model_than_the_served_one_is_refused():
     """The message lists what is served."""
     async with FakeEngine(model="fake") as server:

@@ -82,7 +82,7 @@ async def _measured(
 ) -> Finished:
     async with live_engine(chosen, plan.seed, manner.tell) as (engine, identity):
         manner.tell("preflight: limits and cached tokens")
-        limits = await look(engine)
+        limits = await look(engine, [batch + plan.doses for batch in plan.batches])
         found = await measure(
             plan, engine, limits, explicit=explicit, tell=manner.tell, is_over=manner.is_over
         )
@@ -176,7 +176,8 @@ async def _launches(
         async with live_engine(one, plan.seed, tell) as (engine, identity):
             identities.append(identity)
             tell("preflight: limits and cached tokens")
-            yield cascade, engine, await look(engine)
+            crowds = [batch + max(plan.injected) for batch in plan.batches]
+            yield cascade, engine, await look(engine, crowds)
 
 
 def _attributed(found: Attribution, identity: EngineIdentity) -> Finished:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from ppdbench.core.errors import EngineError, UsageError
 from ppdbench.experiments.microbench.live import LiveEngine
@@ -11,12 +12,16 @@ from ppdbench.experiments.microbench.script import Ask, Segment
 from ppdbench.http.messages import Request
 from ppdbench.runs.records import TurnRecord
 
+CROWD_TOKENS = 128
 PROBE_TOKENS = 1024
 """Longer than any block in use (vLLM: 16 on GPU, 128 on CPU)."""
 
 
-async def look(engine: LiveEngine) -> Limits:
+async def look(engine: LiveEngine, crowds: Iterable[int] = ()) -> Limits:
     """Context, KV and block size as the engine tells them; proves its prefix cache by probing.
+
+    ``crowds`` are numbers of requests that should run at a time. The largest that really do is
+    the batch limit, because no engine tells its own.
 
     Raises:
         EngineError: no prefix caching, or cached tokens that are missing or wrong.
@@ -28,7 +33,42 @@ async def look(engine: LiveEngine) -> Limits:
     block_tokens = block_tokens or found
     kv_tokens = None if blocks is None else blocks * block_tokens
     per_token = kv_bytes // kv_tokens if kv_bytes and kv_tokens else None
-    return Limits(context, kv_tokens, None, block_tokens, per_token)
+    return Limits(context, kv_tokens, await _crowd(engine, crowds), block_tokens, per_token)
+
+
+async def _crowd(engine: LiveEngine, crowds: Iterable[int]) -> int | None:
+    """The largest of ``crowds`` that the engine runs at a time; 0 when it runs none of them."""
+    sizes = sorted(set(crowds), reverse=True)
+    for size in sizes:
+        crowd = Crowd(size)
+        await engine.run(crowd)
+        if crowd.fits:
+            return size
+    return 0 if sizes else None
+
+
+class Crowd:
+    """Short prompts all at once: they fit when each has a token before any has its last."""
+
+    def __init__(self, size: int) -> None:
+        self.done = False
+        self.fits = False
+        self.wanted_pace = 1
+        self._size = size
+
+    def begin(self) -> list[Ask]:
+        return [
+            Ask(f"crowd{i}", (Segment(f"crowd/{i}", 8),), CROWD_TOKENS, paces=True)
+            for i in range(self._size)
+        ]
+
+    def progressed(self, pace: int) -> list[Ask]:
+        self.fits = self.done = pace >= self.wanted_pace
+        return []
+
+    def ended(self, name: str) -> list[Ask]:  # noqa: ARG002
+        self.done = True
+        return []
 
 
 async def _max_model_len(engine: LiveEngine) -> int | None:
