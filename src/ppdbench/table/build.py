@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ppdbench import __version__
-from ppdbench.core.errors import NothingUsableError
+from ppdbench.core.errors import NothingUsableError, UsageError
 from ppdbench.core.topology import Topology
 from ppdbench.table.cells import Compared, aggregate_cell, turn_cells
 from ppdbench.table.inputs import (
@@ -21,7 +21,7 @@ from ppdbench.table.inputs import (
 )
 from ppdbench.table.paired import Bin, Turns, length_bins, paired_turns
 from ppdbench.table.schema import Cell, Table
-from ppdbench.table.score import Rule
+from ppdbench.table.score import STATISTICS, Rule
 
 
 @dataclass(slots=True)
@@ -48,6 +48,7 @@ def build_table(runs: Sequence[RunInput], bases: Sequence[str], rule: Rule) -> B
     Raises:
         TableError: a run given twice.
         RunError: runs that may not be pooled.
+        UsageError: a statistic that a run does not know.
         NothingUsableError: no place has both sides.
     """
     runs = sorted(runs, key=lambda run: run.digest)
@@ -57,9 +58,22 @@ def build_table(runs: Sequence[RunInput], bases: Sequence[str], rule: Rule) -> B
     cells = [cell for pairing in pairings for cell in _of_base(runs, pairing, rule, left_out)]
     if not cells:
         raise NothingUsableError(_nothing_to_compare(bases, left_out))
+    _check_statistic(cells, rule)
     kept, doubled = _one_per_centre(cells)
     table = Table(rule, _provenance(runs, bases), kept)
     return Built(table, left_out.unpaired, left_out.thin, doubled, left_out.barred)
+
+
+def _check_statistic(cells: Sequence[Cell], rule: Rule) -> None:
+    """A statistic that a source does not know would score 0 everywhere and look like an answer."""
+    for cell in cells:
+        sides = [side for side in (cell.remote, cell.local) if side and side.feasible(rule)]
+        if any(side.ttft_s.get(rule.stat) is None for side in sides):
+            known = [name for name in STATISTICS if all(s.ttft_s.get(name) for s in sides)]
+            raise UsageError(
+                f"--stat {rule.stat}: {cell.workload} at {cell.centre['rate_per_s']:g}/s has no "
+                f"such figure; known there: {', '.join(known) or 'none'}"
+            )
 
 
 def _one_per_centre(cells: Sequence[Cell]) -> tuple[tuple[Cell, ...], list[Cell]]:

@@ -232,6 +232,17 @@ def test_of_two_workloads_at_one_place_the_better_sampled_one_stays():
     assert built.table.verdicts[0].choice == "local"
 
 
+def test_a_statistic_that_a_run_does_not_know_is_refused():
+    """Unknown figures would give S = 0 in every cell, which reads like an answer."""
+    points = [point("remote", 0.2), point("local", 0.1)]
+    for each in points:
+        each["turn2plus"]["ttft_s"]["p90"] = None
+
+    assert build(run(points), stat="p99").table.verdicts[0].choice == "local"
+    with pytest.raises(UsageError, match="known there: mean, p50, p95, p99"):
+        build(run(points), stat="p90")
+
+
 def test_the_twin_is_the_local_side():
     """BASE under roles against its twin under roles is the same comparison."""
     points = [point("roles", 0.2), point("roles", 0.1, topology="2P_2pD"), point("roles", 0.05, topology="4R")]  # fmt: skip  # noqa: E501
