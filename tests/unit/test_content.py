@@ -16,6 +16,7 @@ from ppdbench.load.history import history_for
 from ppdbench.load.simulated import run_simulated_point
 from ppdbench.policy.parse import parse_policy
 from ppdbench.sim.config import SimConfig
+from ppdbench.workload.dataset import ASSUMED_TURNS
 from ppdbench.workload.tokens import load_tokenizer
 
 GRID = """
@@ -208,7 +209,12 @@ def test_a_grid_tells_how_many_requests_to_expect(grid):
     plain = grid("turns = [[50, 4], [20, 4]]")
 
     assert plain.expected_turns(plain.points()) == 2 * 10 * 2
-    assert grid().expected_turns(plain.points()) == 2 * 10 * 3
+
+    recorded = grid()
+    guessed = recorded.expected_turns(recorded.points())
+    recorded.prepare()
+    assert guessed == 2 * 10 * ASSUMED_TURNS
+    assert recorded.expected_turns(recorded.points()) == 2 * 10 * 3
 
 
 def test_recorded_replies_stand_in_the_history_when_asked_for(grid, model_folder):

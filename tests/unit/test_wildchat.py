@@ -12,6 +12,7 @@ from ppdbench.core.errors import WorkloadError
 from ppdbench.workload.account import Account
 from ppdbench.workload.dataset import prepare_into, read_chats
 from ppdbench.workload.prepared import read_prepared
+from ppdbench.workload.read_parquet import read_hub
 from ppdbench.workload.select import Selection, select
 from ppdbench.workload.source import find_source
 
@@ -105,6 +106,17 @@ def test_every_row_is_kept_or_dropped_for_a_reason(wildchat):
         "kept": 2 * 50 + 2,
         "dropped": {"in_dropped_conversation": 10, "unanswered": 1},
     }
+
+
+def test_the_hub_reader_sees_the_same_rows(wildchat):
+    """Through `datasets`, streaming; a local folder stands in for a hub name, so no network."""
+    account = Account()
+
+    raws = list(read_hub(str(wildchat), account))
+
+    assert [raw.id for raw in raws] == [row["conversation_hash"] for row in ROWS]
+    assert account.messages.read == sum(len(row["conversation"]) for row in ROWS)
+    assert raws[1].messages[1].at_s == (START + timedelta(minutes=1)).timestamp()
 
 
 def test_leading_system_and_assistant_messages_are_context(wildchat):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,6 +21,22 @@ class Reporter(Protocol):
     """Told after each point."""
 
     def __call__(self, progress: Progress) -> None: ...
+
+
+def counting_progress() -> Callable[[str, int], None]:
+    """Lines about a source that is read for the first time."""
+    began_s = said_s = time.monotonic()
+
+    def report(source: str, count: int) -> None:
+        nonlocal said_s
+        now_s = time.monotonic()
+        if count == 0:
+            say(f"reading {source} and counting its tokens, once; what comes of it is kept")
+        elif now_s - said_s > SECONDS_BETWEEN_LINES:
+            said_s = now_s
+            say(f"{source}: {count:,} conversations counted in {now_s - began_s:.0f} s")
+
+    return report
 
 
 @contextmanager

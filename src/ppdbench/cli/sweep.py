@@ -149,13 +149,14 @@ def _default_folder(grid: str) -> Path:
 
 
 def _run(backend: Backend, folder: Path, stop_width: float | None, *, resume: bool) -> SweepResult:
-    from ppdbench.cli.progress import sweep_progress
+    from ppdbench.cli.progress import counting_progress, sweep_progress
     from ppdbench.experiments.sweep import sweep as run_sweep
 
-    with sweep_progress() as report:
-        result = run_sweep(backend, folder, resume=resume, stop_width=stop_width, report=report)
+    backend.measuring.grid.prepare(counting_progress())
     for notice in backend.measuring.grid.notices():
         say(f"ppd: {notice}")
+    with sweep_progress() as report:
+        result = run_sweep(backend, folder, resume=resume, stop_width=stop_width, report=report)
     effort = result.effort
     if effort.events and effort.wall_s > 0:
         say(

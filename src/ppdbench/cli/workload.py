@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ppdbench.cli.output import command, say, show, show_json
+from ppdbench.cli.progress import counting_progress
 
 if TYPE_CHECKING:
     from ppdbench.workload.account import Account
@@ -135,7 +137,8 @@ def prepare_workload(
         min_turns, max_turns, max_input, max_output, max_context, tuple(languages or ()),
         tuple(models or ()), drop_toxic, drop_redacted, sample, seed,
     )  # fmt: skip
-    prepared = prepare_into(out, source, tokenizer, selection)
+    report = partial(counting_progress(), source)
+    prepared = prepare_into(out, source, tokenizer, selection, report)
     account = prepared.info.account
     _warn_of_cut(source, account)
     document = {
@@ -175,7 +178,7 @@ def _open_counted(
     from ppdbench.workload.prepared import read_prepared
     from ppdbench.workload.select import select
 
-    prepared = prepare(source, tokenizer, selection)
+    prepared = prepare(source, tokenizer, selection, partial(counting_progress(), source))
     account = deepcopy(prepared.info.account)
     shape = shape_of(select(read_prepared(prepared.path, content=False), selection, account))
     facts = {

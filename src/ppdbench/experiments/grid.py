@@ -6,9 +6,9 @@ import hashlib
 import importlib.resources
 import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ppdbench.experiments.workload_entries import Workload
 from ppdbench.runs.points import PointKey
 from ppdbench.workload.arrivals import ArrivalProcess, arrival_times, expected_arrivals
 from ppdbench.workload.content import TextMaker
-from ppdbench.workload.dataset import RecordedTurns
+from ppdbench.workload.dataset import RecordedTurns, prepare
 from ppdbench.workload.tokens import DEFAULT, load_tokenizer
 
 
@@ -137,9 +137,15 @@ class Grid:
         }
         return replace(self, workloads=workloads)
 
-    def prepare(self) -> None:
-        """Read and keep the data of every recorded workload, so that points start at once."""
+    def prepare(self, report: Callable[[str, int], None] = lambda _source, _count: None) -> None:
+        """Read and keep the data of every recorded workload, so that points start at once.
+
+        ``report`` is told a source and how many of its conversations are counted so far; a
+        source that was kept earlier is not reported.
+        """
         for workload in self._recorded():
+            told = partial(report, workload.source)
+            prepare(workload.source, workload.tokenizer, workload.selection, told)
             _ = workload.chats
 
     def notices(self) -> list[str]:

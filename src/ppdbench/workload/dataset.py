@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,7 +33,7 @@ from ppdbench.workload.think import NO_PAUSE, ThinkTime
 from ppdbench.workload.tokens import DEFAULT, Tokenizer, counted, load_tokenizer
 
 ASSUMED_TURNS, ASSUMED_OUTPUT_TOKENS = 4.0, 1000.0
-"""For forecasts over data that would have to be downloaded first."""
+"""For forecasts over data that would have to be read or downloaded first."""
 
 
 def read_chats(source: Source, account: Account) -> Iterator[Chat]:
@@ -63,8 +63,19 @@ class Prepared:
     info: PreparedInfo
 
 
+Report = Callable[[int], None]
+"""Told the number of conversations that were cleaned and counted so far."""
+
+
+def _silent(_: int) -> None:
+    pass
+
+
 def prepare(
-    name: str, tokenizer_source: str = DEFAULT, selection: Selection = EVERYTHING
+    name: str,
+    tokenizer_source: str = DEFAULT,
+    selection: Selection = EVERYTHING,
+    report: Report = _silent,
 ) -> Prepared:
     """The prepared form of SRC: the file itself if it is one, else the kept one, else made now.
 
@@ -77,14 +88,33 @@ def prepare(
     if (given := _given_prepared(source, tokenizer_source)) is not None:
         return given
     tokenizer = load_tokenizer(tokenizer_source)
-    kept = EVERYTHING if source.kind is SourceKind.JSON else selection
+    kept = _kept_selection(source, selection)
     path = _kept_path(source, tokenizer, kept)
     if path.is_file() and (info := prepared_info(path)) is not None:
         return Prepared(path, info)
-    return _make(path, source, tokenizer, kept)
+    return _make(path, source, tokenizer, kept, report)
 
 
-def prepare_into(path: Path, name: str, tokenizer_source: str, selection: Selection) -> Prepared:
+def is_prepared(name: str, tokenizer_source: str, selection: Selection) -> bool:
+    """Whether :func:`prepare` would find it done."""
+    source = find_source(name)
+    if _given_prepared(source, tokenizer_source) is not None:
+        return True
+    kept = _kept_selection(source, selection)
+    return _kept_path(source, load_tokenizer(tokenizer_source), kept).is_file()
+
+
+def _kept_selection(source: Source, selection: Selection) -> Selection:
+    return EVERYTHING if source.kind is SourceKind.JSON else selection
+
+
+def prepare_into(
+    path: Path,
+    name: str,
+    tokenizer_source: str,
+    selection: Selection,
+    report: Report = _silent,
+) -> Prepared:
     """Write what ``selection`` leaves of SRC to ``path``, from the kept form where there is one."""
     source = find_source(name)
     given = _given_prepared(source, tokenizer_source)
@@ -92,12 +122,12 @@ def prepare_into(path: Path, name: str, tokenizer_source: str, selection: Select
     if given is None:
         kept = _kept_path(source, tokenizer, EVERYTHING)
         if not kept.is_file() or (info := prepared_info(kept)) is None:
-            return _make(path, source, tokenizer, selection)
+            return _make(path, source, tokenizer, selection, report)
         given = Prepared(kept, info)
     account = deepcopy(given.info.account)
     chats = select(read_prepared(given.path, content=True), selection, account)
     origin = replace(given.info.origin, selection=selection.to_json())
-    return Prepared(path, write_prepared(path, chats, account, origin))
+    return Prepared(path, write_prepared(path, chats, account, origin, report))
 
 
 def _kept_path(source: Source, tokenizer: Tokenizer, selection: Selection) -> Path:
@@ -107,7 +137,9 @@ def _kept_path(source: Source, tokenizer: Tokenizer, selection: Selection) -> Pa
     return cache_folder() / "workloads" / f"{key}.parquet"
 
 
-def _make(path: Path, source: Source, tokenizer: Tokenizer, selection: Selection) -> Prepared:
+def _make(
+    path: Path, source: Source, tokenizer: Tokenizer, selection: Selection, report: Report
+) -> Prepared:
     account = Account()
     chats = select(read_chats(source, account), selection.without_tokens(), account)
     chats = counted(chats, tokenizer)
@@ -116,7 +148,7 @@ def _make(path: Path, source: Source, tokenizer: Tokenizer, selection: Selection
     origin = Origin(
         source.name, tokenizer.name, tokenizer.digest, RULES_VERSION, selection.to_json()
     )
-    return Prepared(path, write_prepared(path, chats, account, origin))
+    return Prepared(path, write_prepared(path, chats, account, origin, report))
 
 
 def _given_prepared(source: Source, tokenizer_source: str) -> Prepared | None:
@@ -169,22 +201,19 @@ class RecordedTurns:
 
     @property
     def is_at_hand(self) -> bool:
-        """Whether it can be read without the network."""
-        source = find_source(self.source)
-        if source.kind is not SourceKind.HUB:
-            return True
-        return _kept_path(source, load_tokenizer(self.tokenizer), self.selection).is_file()
+        """Whether it is prepared already, so that reading it is quick and needs no network."""
+        return is_prepared(self.source, self.tokenizer, self.selection)
 
     @property
     def mean_turns(self) -> float:
-        """Per conversation; a guess until a hub source has been read."""
+        """Per conversation; a guess until the source has been read once."""
         if not self.is_at_hand:
             return ASSUMED_TURNS
         return sum(chat.turns for chat in self.chats) / len(self.chats)
 
     @property
     def mean_output_tokens(self) -> float:
-        """Per conversation; a guess until a hub source has been read."""
+        """Per conversation; a guess until the source has been read once."""
         if not self.is_at_hand:
             return ASSUMED_OUTPUT_TOKENS
         return sum(sum(chat.output_tokens) for chat in self.chats) / len(self.chats)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
@@ -88,16 +88,21 @@ def parquet_errors(path: Path) -> Iterator[None]:
 
 
 def write_prepared(
-    path: Path, chats: Iterable[Chat], account: Account, origin: Origin
+    path: Path,
+    chats: Iterable[Chat],
+    account: Account,
+    origin: Origin,
+    report: Callable[[int], None] = lambda _: None,
 ) -> PreparedInfo:
     """Stream ``chats`` into ``path``; it appears whole or not at all.
 
-    ``account`` is read after the last chat, when it is final.
+    ``account`` is read after the last chat, when it is final. ``report`` is told the number of
+    chats so far, a thousand at a time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        info = _write(temporary, chats, account, origin)
+        info = _write(temporary, _reported(chats, report), account, origin)
         _sync(temporary)
         temporary.replace(path)
     finally:
@@ -119,6 +124,13 @@ def _write(path: Path, chats: Iterable[Chat], account: Account, origin: Origin) 
         info = PreparedInfo(origin, hasher.hexdigest(), account)
         writer.add_key_value_metadata({_KEY: json.dumps(info.to_json())})
     return info
+
+
+def _reported(chats: Iterable[Chat], report: Callable[[int], None]) -> Iterator[Chat]:
+    for count, chat in enumerate(chats):
+        if count % _ROWS_PER_GROUP == 0:
+            report(count)
+        yield chat
 
 
 def _nothing_left(origin: Origin, account: Account) -> str:
