@@ -317,9 +317,13 @@ async def test_a_slow_link_delays_hand_offs_and_nothing_else():
     async with ScriptedCluster("1P_1D") as cluster:
         outcome = await play(cluster, "local", talks(3, turns=2, new=160), settings(slow_link=link))
 
-    for record in outcome.records:
-        assert record.ok
-        assert (record.ttft_s >= 0.16) is (record.route is Route.REMOTE)
+    assert all(record.ok for record in outcome.records)
+    ttfts = {
+        route: [r.ttft_s for r in outcome.records if r.route is route]
+        for route in (Route.REMOTE, Route.LOCAL)
+    }
+    assert min(ttfts[Route.REMOTE]) >= 0.16
+    assert min(ttfts[Route.LOCAL]) < 0.16  # the quickest: a busy machine may delay any other
 
 
 @on_uvloop
