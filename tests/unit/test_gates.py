@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ppdbench.core.conversation import Arrival, Conversation, Turn
 from ppdbench.core.decision import Route
 from ppdbench.runs.aggregate import Plan, aggregate
 from ppdbench.runs.gates import GATES, Evidence, validity
@@ -77,6 +78,36 @@ def test_a_warm_first_turn_contaminates_unless_the_plan_shares_the_prefix():
     assert codes(records(cached_tokens=16)) == ["cache_contaminated"]
     assert codes(records(cached_tokens=16), {"c0": 16}) == []
     assert codes(records(cached_tokens=None)) == []
+
+
+def test_a_chat_template_may_be_cached_and_the_message_may_not():
+    """64 tokens of which the workload planned 40: up to 24 are the template's."""
+    assert codes(records(cached_tokens=16, new_tokens=40)) == []
+    assert codes(records(cached_tokens=32, new_tokens=40)) == ["cache_contaminated"]
+
+
+def test_people_who_begin_alike_share_a_prefix_within_their_point():
+    """Two equal openings may hit each other's KV; a third that only begins with I may not."""
+    texts = ["I want you to act as a poet.", "I want you to act as a pilot.", "Is it late?"]
+    arrivals = [
+        Arrival(0.0, Conversation(f"c{i}", (Turn(8, 8, text=text),)))
+        for i, text in enumerate(texts)
+    ]
+
+    shared = Plan.of(arrivals).shared_tokens
+
+    assert shared["c0"] == shared["c1"] == len("\0I want you to act as a p")
+    assert shared["c2"] == len("\0I")
+
+
+def test_ids_that_begin_alike_are_counted_exactly():
+    """Token for token, the context before Turn 1 included."""
+    talks = [
+        Conversation("a", (Turn(2, 1, token_ids=(1, 2)),), 1, context_token_ids=(9,)),
+        Conversation("b", (Turn(2, 1, token_ids=(1, 3)),), 1, context_token_ids=(9,)),
+    ]
+
+    assert Plan.of([Arrival(0.0, talk) for talk in talks]).shared_tokens == {"a": 2, "b": 2}
 
 
 def test_lengths_are_compared_where_the_server_counted():

@@ -186,7 +186,7 @@ class _OnCluster:
             "problems": [*self._wrong_answers, *outcome.facts.get("path_problems", [])],
             "nodes": {node.name: node.url for node in self._cluster.nodes},
         }
-        return self._measuring.finish(key, outcome, self._cluster.facts.block_size)
+        return self._measuring.finish(key, outcome, self._cluster.facts.block_size, arrivals)
 
     def _play(self, key: PointKey, arrivals: list[Arrival]) -> PointOutcome:
         async def bounded() -> PointOutcome:

@@ -63,10 +63,14 @@ class Measuring:
         return self._latest[1]
 
     def finish(
-        self, key: PointKey, outcome: PointOutcome, block_tokens: int | None = None
+        self,
+        key: PointKey,
+        outcome: PointOutcome,
+        block_tokens: int | None = None,
+        spoken: Sequence[Arrival] | None = None,
     ) -> Measured:
-        """``block_tokens`` is what the engine says of itself, where it was asked."""
-        plan = Plan.of(self.arrivals(key), block_tokens or self._block_tokens)
+        """``block_tokens`` is what the engine says of itself, ``spoken`` what it really got."""
+        plan = Plan.of(spoken or self.arrivals(key), block_tokens or self._block_tokens)
         point = aggregate(key, self.seed_of(key), outcome, plan, self._limits)
         records = records_as_parquet(outcome.records) if self._keep_records else {}
         return _measured(key, point, outcome.timing, records)

@@ -10,12 +10,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ppdbench.core.conversation import Arrival
+from ppdbench.core.conversation import Arrival, Conversation
 from ppdbench.core.decision import Route
 from ppdbench.core.statistics import QUANTILE_NAMES, row_means, row_quantiles
 from ppdbench.runs import gates
@@ -61,9 +62,39 @@ class Plan:
             conversations=len(plans),
             turns=sum(len(plan.turns) for plan in plans),
             window_s=max(instants, default=0.0) - min(instants, default=0.0),
-            shared_tokens={plan.id: plan.shared_tokens for plan in plans if plan.shared_tokens},
+            shared_tokens=_shared_tokens(plans),
             block_tokens=block_tokens,
         )
+
+
+def _shared_tokens(plans: Sequence[Conversation]) -> dict[str, int]:
+    """By conversation, how many tokens of its opening stand before another one of the point, too.
+
+    On purpose, or because people begin alike. A token is at least one byte of text.
+    """
+    shared = {plan.id: plan.shared_tokens for plan in plans if plan.shared_tokens}
+    for openings in ([_opening_bytes(p) for p in plans], [_opening_ids(p) for p in plans]):
+        known = sorted((o, p.id) for o, p in zip(openings, plans, strict=True) if o)
+        for (one, a), (other, b) in pairwise(known):
+            common = _common(one, other)
+            for name in (a, b):
+                shared[name] = max(shared.get(name, 0), common)
+    return {name: tokens for name, tokens in shared.items() if tokens}
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _opening_bytes(plan: Conversation) -> bytes:
+    text = plan.turns[0].text
+    return b"" if text is None else f"{plan.context_text or ''}\0{text}".encode()
+
+
+def _opening_ids(plan: Conversation) -> tuple[int, ...]:
+    ids = plan.turns[0].token_ids
+    return () if ids is None else (plan.context_token_ids or ()) + ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,13 +113,22 @@ GATES: Mapping[Validity, Callable[[Evidence], bool]] = {
 
 
 def contaminated_turns(records: Sequence[TurnRecord], shared_tokens: Mapping[str, int]) -> int:
-    """First turns that found more in the cache than the prefix they share by plan."""
+    """First turns that found more in the cache than they share with others of their point.
+
+    A chat template puts the same tokens before every prompt: what the server counted beyond the
+    workload's own tokens may be cached, too.
+    """
     return sum(
         record.turn == 1
         and record.cached_tokens is not None
-        and record.cached_tokens > shared_tokens.get(record.conversation, 0)
+        and record.cached_tokens > shared_tokens.get(record.conversation, 0) + _template(record)
         for record in records
     )
+
+
+def _template(record: TurnRecord) -> int:
+    planned = record.context_tokens + record.new_tokens
+    return max(0, (record.prompt_tokens or 0) - planned) if planned else 0
 
 
 def wrong_length_share(
