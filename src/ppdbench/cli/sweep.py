@@ -60,7 +60,10 @@ def sweep(
     costs: Annotated[
         str | None, typer.Option(help="sim: measured, or a file of ppd microbench --calibrate.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Weights and KV of engines.")] = "bfloat16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Weights and KV of engines; launched ones default to bfloat16."),
+    ] = None,
     device: Annotated[str, typer.Option(help="vllm: cuda or cpu.")] = "cuda",
     gpus: Annotated[str, typer.Option(help="vllm: device ids, as in 0,1,2,3.")] = "",
     tp: Annotated[str, typer.Option(help="vllm: tensor parallel, as in 2 or P=2,D=1.")] = "1",
@@ -112,10 +115,10 @@ def sweep(
         traces=trace,
         limits=Limits(slo_ttft, slo_tpot),
         settings={"gpu": gpu, "model": model, "connector": connector, "costs": costs},
-        dtype=dtype if backend == "attach" else None,
+        dtype=dtype,
         launch=launch_options(
             model=model, device=device, gpus=gpus, tp=tp, connector=connector or "nixl", vllm=vllm,
-            dtype=dtype, max_model_len=max_model_len, dummy_weights=dummy_weights,
+            dtype=dtype or "bfloat16", max_model_len=max_model_len, dummy_weights=dummy_weights,
             engine_args=tuple(engine_arg or ()), ready_within_s=ready_within,
         ),
         cluster=_cluster(cluster, node or []),
