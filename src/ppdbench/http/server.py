@@ -21,6 +21,10 @@ from ppdbench.core.errors import EngineError
 from ppdbench.http.messages import JSON_TYPE, Headers
 
 MAX_BODY_BYTES = 256 * 1024 * 1024
+MAX_HEAD_BYTES = 64 * 1024
+MAX_PIPELINED = 32
+"""Requests that may wait on one connection before its bytes are left in the kernel."""
+
 _LAST_CHUNK = b"0\r\n\r\n"
 
 
@@ -165,6 +169,7 @@ class _ServerConnection(asyncio.Protocol):
         self._waiting: deque[tuple[Incoming, Responder]] = deque()
         self._responder: Responder | None = None
         self._at_s = 0.0
+        self._refused = False
         self.congested = False
         self._reset()
 
@@ -183,6 +188,8 @@ class _ServerConnection(asyncio.Protocol):
             if self._transport is not None:
                 self._transport.close()
         elif self._waiting:
+            if len(self._waiting) == MAX_PIPELINED and self._transport is not None:
+                self._transport.resume_reading()
             self._handle(*self._waiting.popleft())
 
     # asyncio.Protocol
@@ -223,9 +230,11 @@ class _ServerConnection(asyncio.Protocol):
 
     def on_url(self, target: bytes) -> None:
         self._target += target
+        self._limit_head(len(target))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
+        self._limit_head(len(name) + len(value))
         self._headers.append((name, value))
         if name == b"expect":
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -238,6 +247,8 @@ class _ServerConnection(asyncio.Protocol):
             self._body.append(data)
 
     def on_message_complete(self) -> None:
+        if self._refused:
+            return
         incoming = Incoming(
             self._parser.get_method().decode(),
             self._target.decode("latin-1"),
@@ -255,6 +266,8 @@ class _ServerConnection(asyncio.Protocol):
             self._handle(incoming, responder)
         else:
             self._waiting.append((incoming, responder))
+            if len(self._waiting) == MAX_PIPELINED and self._transport is not None:
+                self._transport.pause_reading()
 
     def _handle(self, incoming: Incoming, responder: Responder) -> None:
         self._responder = responder
@@ -265,8 +278,18 @@ class _ServerConnection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
         self._size = 0
+        self._head_size = 0
+
+    def _limit_head(self, more: int) -> None:
+        self._head_size += more
+        if self._head_size > MAX_HEAD_BYTES:
+            self._refuse(431)
 
     def _refuse(self, status: int) -> None:
+        """Once, and nothing of this connection is read any more."""
+        if self._refused:
+            return
+        self._refused = True
         self.write(_render_head(status, (), b"content-length: 0\r\n", keep_alive=False))
         if self._transport is not None:
             self._transport.close()

@@ -30,6 +30,11 @@ from ppdbench.router.nodes import Upstream, Upstreams
 ALONE = Decision(Route.LOCAL, "alone")
 """What a hand-off cannot carry, several prompts or answers in one request, is computed whole."""
 
+MOVED = Decision(Route.REMOTE, "moved")
+"""The home runs far more than its share; another one gets the conversation, whole."""
+
+CALM_RUNNING = 32
+OVERLOAD_FACTOR = 1.5
 MODELS_LIMIT = 64
 LOST_SHARE = 0.5
 JUDGED_FROM_TOKENS = 256
@@ -116,6 +121,9 @@ class Chooser:
         if speaker.found is None:
             self._rate.count(now_s)
         home, holds_kv = self._home(speaker.found, now_s)
+        moved = holds_kv and self._overloaded(home)
+        if moved:
+            home, holds_kv = self._calmest(), False
         features = self._features(body, speaker, home, holds_kv=holds_kv, now_s=now_s)
         shadow = None
         if _needs_one_node(body) and home.role is not Role.R:
@@ -124,6 +132,8 @@ class Chooser:
             decision = Decision(forced, "override")
         else:
             decision = decide(self.policy, features, home.role, holds_kv=holds_kv)
+            if moved and decision is COLD:
+                decision = MOVED
             if self.drift is not None:
                 decision = self.drift.corrected(decision, now_s)
             if self.shadow is not None:
@@ -203,6 +213,18 @@ class Chooser:
             return self._place(()), False
         known = found.place is not Place.DIFFERS and home.epoch == note.epoch
         return home, known and not _evicted(home, note, now_s)
+
+    def _overloaded(self, home: Upstream) -> bool:
+        """Whether ``home`` runs far more than its share, so that its conversations may move."""
+        running = home.running.total()
+        if running <= CALM_RUNNING:
+            return False
+        alive = [node.running.total() for node in self._upstreams.homes if node.alive]
+        return running > OVERLOAD_FACTOR * sum(alive) / len(alive)
+
+    def _calmest(self) -> Upstream:
+        alive = [node for node in self._upstreams.homes if node.alive]
+        return min(alive, key=lambda node: node.running.total())
 
     def _place(self, without: Collection[str]) -> Upstream:
         usable = {n.name for n in self._upstreams.homes if n.alive and n.name not in without}

@@ -6,7 +6,6 @@ import asyncio
 import re
 import time
 
-from ppdbench.http.client import Pool
 from ppdbench.http.errors import ConnectError, HttpError
 from ppdbench.http.messages import Origin, Request
 from ppdbench.router.config import HealthRule
@@ -19,9 +18,8 @@ ROUNDS_PER_EPOCH_CHECK = 6
 class Health:
     """Judges nodes for one worker; nobody else changes ``alive`` and ``strikes``."""
 
-    def __init__(self, upstreams: Upstreams, pool: Pool, rule: HealthRule) -> None:
+    def __init__(self, upstreams: Upstreams, rule: HealthRule) -> None:
         self._upstreams = upstreams
-        self._pool = pool
         self._rule = rule
 
     def failed(self, node: Upstream, error: HttpError) -> None:
@@ -50,7 +48,7 @@ class Health:
         asked_at_s = time.monotonic()
         request = Request("GET", "/health", node.authorization_pair)
         try:
-            answer = await self._pool.fetch(node.origin, request, timeout_s=self._rule.timeout_s)
+            answer = await node.pool.fetch(node.origin, request, timeout_s=self._rule.timeout_s)
         except HttpError as error:
             busy = node.progress_at_s >= asked_at_s and not isinstance(error, ConnectError)
             if not busy:
@@ -87,7 +85,7 @@ class Health:
         """Take the process's start time for its epoch, where the node tells it."""
         request = Request("GET", "/metrics", node.authorization_pair)
         try:
-            answer = await self._pool.fetch(
+            answer = await node.pool.fetch(
                 Origin.parse(node.node.metrics_url), request, timeout_s=self._rule.timeout_s
             )
         except HttpError:

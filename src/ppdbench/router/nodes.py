@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ppdbench.cluster.contract import ClusterSpec, Node
+from ppdbench.core.errors import UsageError
 from ppdbench.core.topology import NodeSpec, Role
+from ppdbench.http.client import Pool
 from ppdbench.http.messages import Headers, Origin
 from ppdbench.router.board import Board, Common, Tally
 
@@ -22,6 +25,7 @@ GAUGES = ("running", "prefill_tokens")
 class Upstream:
     """A node and what is known of it; ``index`` is its place in the cluster file.
 
+    ``pool`` has the connections to it, by its own certificate authority where it names one.
     ``authorization`` is the node's own key as a header line, or nothing. ``alive`` is this worker's
     own judgement (:mod:`ppdbench.router.health`); ``strikes`` counts
     failures, or successes of a dead node, in a row.
@@ -33,6 +37,7 @@ class Upstream:
     node: Node
     spec: NodeSpec
     origin: Origin
+    pool: Pool
     authority: bytes
     authorization: bytes
     running: Tally
@@ -62,7 +67,12 @@ class Upstreams:
     """All nodes of the cluster in file order."""
 
     def __init__(self, spec: ClusterSpec, board: Board) -> None:
-        self.all = tuple(_upstream(at, node, board) for at, node in enumerate(spec.nodes))
+        authorities = {node.ca_file for node in spec.nodes}
+        self.pools = {ca_file: Pool(tls=_tls(ca_file)) for ca_file in authorities}
+        self.all = tuple(
+            _upstream(at, node, board, self.pools[node.ca_file])
+            for at, node in enumerate(spec.nodes)
+        )
         self.homes = tuple(node for node in self.all if node.role.decodes)
         self.prefills = tuple(node for node in self.all if node.role is Role.P)
         self._by_name = {node.name: node for node in self.all}
@@ -80,7 +90,21 @@ class Upstreams:
         return node if node is not None and node.role.decodes else None
 
 
-def _upstream(at: int, node: Node, board: Board) -> Upstream:
+def _tls(ca_file: str | None) -> ssl.SSLContext | None:
+    """For ``https`` nodes signed by an authority of their own; ``None`` means the system's.
+
+    Raises:
+        UsageError: the file is no certificate.
+    """
+    if ca_file is None:
+        return None
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise UsageError(f"ca_file {ca_file!r} cannot be used: {error}") from error
+
+
+def _upstream(at: int, node: Node, board: Board, pool: Pool) -> Upstream:
     origin = Origin.parse(node.url)
     lines = (f"{name.lower()}: {value}\r\n" for name, value in node.headers().items())
     return Upstream(
@@ -90,6 +114,7 @@ def _upstream(at: int, node: Node, board: Board) -> Upstream:
         node=node,
         spec=NodeSpec(node.name, node.role),
         origin=origin,
+        pool=pool,
         authority=origin.authority.encode(),
         authorization="".join(lines).encode(),
         running=board.tally(f"running:{node.name}"),

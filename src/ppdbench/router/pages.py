@@ -126,7 +126,7 @@ class Pages:
         raw = tuple((name.lower(), value) for name, value in request.raw_headers)
         keep = not self._services.config.client_keys
         headers = _pairs(request_lines(raw, keep_authorization=keep))
-        return await self._services.pool.fetch(
+        return await node.pool.fetch(
             node.origin,
             Request(request.method, request.raw_path, node.authorization_pair + headers, body),
             timeout_s=self._services.config.timeouts.first_byte_s,

@@ -27,7 +27,7 @@ from ppdbench.cluster.nixl import (
 )
 from ppdbench.core.decision import Decision, Route
 from ppdbench.core.errors import EngineError
-from ppdbench.http.client import Exchange, Pool
+from ppdbench.http.client import Exchange
 from ppdbench.http.errors import CancelledExchangeError, HttpError
 from ppdbench.http.messages import Head, Headers
 from ppdbench.http.server import Incoming, Responder
@@ -63,7 +63,6 @@ class Services:
     """What the turns of one worker share. ``clock_offset_s`` makes wall time of monotonic time."""
 
     config: RouterConfig
-    pool: Pool
     chooser: Chooser
     health: Health
     metrics: Metrics
@@ -249,7 +248,7 @@ class TurnInFlight:
         node.requests.add()
         self.deadline_s = time.monotonic() + limit_s
         wire = render(node, "POST", self._incoming.target, self._headers, body)
-        self._exchange = self._services.pool.start_raw(node.origin, wire, sink)
+        self._exchange = node.pool.start_raw(node.origin, wire, sink)
 
     # what P says
 
@@ -375,7 +374,7 @@ class TurnInFlight:
         self._services.metrics.board.add("releases")
         body = orjson.dumps(release_body(prefilled))
         wire = render(node, "POST", "/v1/completions", b"content-type: application/json\r\n", body)
-        self._services.pool.start_raw(node.origin, wire, WholeLeg(_ignore, _ignore))
+        node.pool.start_raw(node.origin, wire, WholeLeg(_ignore, _ignore))
 
     def _fail(self, message: str, kind: str, status: int, outcome: str) -> None:
         leg = self._leg

@@ -12,7 +12,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Self
 
 from ppdbench.core.errors import PpdError
-from ppdbench.http.client import Pool
 from ppdbench.http.server import Incoming, Responder, Server
 from ppdbench.policy.base import Policy
 from ppdbench.router.board import ArrivalRate
@@ -41,15 +40,12 @@ class Router:
     def __init__(self, config: RouterConfig, policy: Policy, shared: Shared) -> None:
         self.config = config
         self._shared = shared
-        self._pool = Pool()
         self.upstreams = Upstreams(config.cluster, shared.board)
         rate = ArrivalRate(shared.board)
         self._tables = Tables(config)
         chooser = Chooser(self.upstreams, policy, shared.memory, rate, self._tables.shadow())
-        health = Health(self.upstreams, self._pool, config.health)
-        self.services = Services(
-            config, self._pool, chooser, health, Metrics(shared.board), shared.receipts
-        )
+        health = Health(self.upstreams, config.health)
+        self.services = Services(config, chooser, health, Metrics(shared.board), shared.receipts)
         self._control = ControlPath(make_application(self.services, self.upstreams))
         self._server = Server(
             self._handle,
@@ -82,7 +78,8 @@ class Router:
             task.cancel()
         await self._server.close()
         await self._control.close()
-        await self._pool.close()
+        for pool in self.upstreams.pools.values():
+            await pool.close()
         self._shared.receipts.close()
 
     async def drain(self) -> None:

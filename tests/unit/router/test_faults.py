@@ -171,6 +171,40 @@ async def test_a_body_over_the_limit_is_413(bench_for):
     assert not bench.engines["r0"].served
 
 
+async def test_endless_headers_are_431(bench_for):
+    """A head has a limit too, and nothing behind it is served."""
+    bench = await bench_for("1R")
+    origin = bench.origin
+    reader, writer = await asyncio.open_connection(origin.host, origin.port)
+    writer.write(b"GET /health HTTP/1.1\r\n" + b"x: %b\r\n" % (b"y" * 1000) * 100 + b"\r\n")
+    raw = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+
+    assert raw.startswith(b"HTTP/1.1 431")
+    assert raw.count(b"HTTP/1.1") == 1
+
+
+async def test_pipelined_requests_are_answered_in_order(bench_for):
+    """Far more than may wait at once, none lost, none out of turn."""
+    bench = await bench_for("1R")
+    count = 100
+    asked = [
+        Request.json("/v1/completions", {"model": "fake", "prompt": "x", "max_tokens": 1 + at % 7})
+        for at in range(count)
+    ]
+    reader, writer = await asyncio.open_connection(bench.origin.host, bench.origin.port)
+    writer.write(b"".join(request.render(bench.origin) for request in asked))
+    counts = []
+    for _ in range(count):
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+        length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+        body = orjson.loads(await reader.readexactly(length))
+        counts.append(body["usage"]["completion_tokens"])
+    writer.close()
+
+    assert counts == [1 + at % 7 for at in range(count)]
+
+
 QUICK = HealthRule(every_s=0.02, timeout_s=0.2, down_after=2, up_after=2)
 
 

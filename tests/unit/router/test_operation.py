@@ -100,6 +100,20 @@ async def test_a_changed_table_is_taken_and_a_bad_one_is_not(bench_for, tmp_path
     assert (bench.total("reloads"), bench.total("reloads_failed")) == (1, 1)
 
 
+@pytest.mark.slow
+async def test_a_changed_file_is_noticed_without_a_signal(bench_for, tmp_path):
+    """The router looks at its table's file about once a second."""
+    path = tmp_path / "t.json"
+    a_table(path, local=True)
+    bench = await bench_for("1P_1D", policy=f"table:{path}")
+
+    a_table(path, local=False)
+
+    await until(lambda: bench.total("reloads") == 1)
+    first = await bench.chat(USER)
+    assert (await bench.chat(follow_up(first))).route == "remote"
+
+
 async def test_shadow_mode_routes_by_the_fixed_policy_and_logs_the_table(bench_for, tmp_path):
     """The table is asked, written down and not obeyed."""
     a_table(tmp_path / "t.json", local=True)
@@ -222,6 +236,28 @@ async def test_a_pull_reads_ds_kv_and_says_when_it_may_not(bench_for):
     assert (first.route, second.route) == ("remote", "pull")
     assert bench.engines["p0"]._counters["external_kv_transfer"] > 0
     assert (chat.route, chat.reason) == ("remote", "no_pull,no_kv_offered")
+
+
+async def test_a_home_far_above_its_share_gives_conversations_away(bench_for):
+    """Beyond 32 running and 1.5 times the mean, a later turn moves to the calmest home."""
+    bench = await bench_for("1P_2D", policy="local")
+    first = await bench.chat(USER)
+    home = bench.router.upstreams[first.node]
+    home.running.add(40)
+
+    moved = await bench.chat(follow_up(first))
+    stays = await bench.chat(
+        [*follow_up(first), assistant(moved), {"role": "user", "content": "x"}]
+    )
+    home.running.add(-40)
+
+    assert (moved.route, moved.reason) == ("remote", "moved")
+    assert moved.node != first.node
+    assert (stays.route, stays.node) == ("local", moved.node)
+
+
+def assistant(reply):
+    return {"role": "assistant", "content": reply.text()}
 
 
 async def test_several_answers_in_one_request_are_computed_on_one_node(bench_for):
