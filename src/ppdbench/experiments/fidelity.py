@@ -35,6 +35,7 @@ FIT_WORKLOADS = (
     "large_tiny", "large_mid_bal", "large_huge_paste", "large_long_gen",
 )  # fmt: skip
 FIT_RATES = (1, 2, 4, 8, 12, 20)
+FIT_SEEDS = (1, 2)
 FIT_WEIGHTS = {
     ("turn1", "ttft_s"): 0.5,
     ("turn1", "tpot_s"): 1.0,
@@ -245,7 +246,7 @@ def fit(
     start: Guess,
     *,
     rounds: int = 4,
-    seeds: Sequence[int] = (1, 2),
+    seeds: Sequence[int] = FIT_SEEDS,
     report: Callable[[str], None] = lambda _: None,
 ) -> Guess:
     """Pattern search, one parameter after the other, on points of :data:`FITTED_ON` alone."""

@@ -43,8 +43,10 @@ class Pair:
         return self.predicted[key] / self.measured[key] - 1
 
 
-def report(pairs: Sequence[Pair], left_out: int, guess: Guess, seeds: int) -> dict[str, Any]:
-    """The whole comparison as one JSON document."""
+def report(
+    pairs: Sequence[Pair], left_out: int, guess: Guess, seeds: int, fit_error: float | None = None
+) -> dict[str, Any]:
+    """The whole comparison as one JSON document. ``fit_error`` is ``loss_of_fit``'s."""
     by_topology = {
         name: [pair for pair in pairs if pair.point["topology"] == name]
         for name in NAMED_TOPOLOGIES
@@ -54,6 +56,7 @@ def report(pairs: Sequence[Pair], left_out: int, guess: Guess, seeds: int) -> di
         "fitted_on": list(FITTED_ON),
         "fitted_parameters": len(PARAMETERS),
         "parameters": asdict(guess),
+        "fit_error": None if fit_error is None else round(fit_error, 4),
         "seeds": seeds,
         "points": len(pairs),
         "left_out_success_below_95": left_out,
