@@ -8,7 +8,7 @@ takes longer than the same computation on the node that decodes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil
 from statistics import fmean
@@ -34,7 +34,7 @@ OUTPUT_TOKENS = 4
 THINK_S = 0.1
 """Between the turns, so that the first turn's blocks are settled everywhere."""
 
-MEASURED, LOADING = "hop", "load"
+MEASURED, LOADING, WARMING = "hop", "load", "warm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,13 @@ class HandoffPlan:
             for place, i in enumerate(order)
         ]
         return sorted([*measured, *self._load(len(prompts), streams)], key=lambda a: a.at_s)
+
+    def warm_up(self, prompts: Sequence[Prompt]) -> list[Arrival]:
+        """One cold prompt and one later turn of contents that nothing measured ever has."""
+        return [
+            Arrival(place * self.gap_s, replace(_conversation(prompt), id=f"{WARMING}/{place}"))
+            for place, prompt in enumerate((prompts[0], prompts[-1]))
+        ]
 
     def _load(self, measured: int, streams: int) -> Iterator[Arrival]:
         """Waves of decodes, so that some are always in mid-course."""

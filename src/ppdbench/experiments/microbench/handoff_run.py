@@ -166,7 +166,7 @@ async def measure_handoff(
     block_tokens = pair.limits.block_tokens or 1
     prompts = plan.prompts(block_tokens, pair.limits.context_tokens)
     found = Handoff(plan, prompts, block_tokens, pair.delta)
-    settings = LiveSettings(TurnSettings(pair.model), warm_up=plan.arrivals(prompts[-2:], 0, 0))
+    settings = LiveSettings(TurnSettings(pair.model), warm_up=plan.warm_up(prompts))
     places = list(found.places())
     for number, place in enumerate(places, 1):
         tell(f"point {number} of {len(places)}: {place.way}, {place.streams} decodes beside it")
