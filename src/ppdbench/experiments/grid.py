@@ -66,12 +66,13 @@ class Grid:
         return _digest(self.document)
 
     def workload_digest(self, name: str) -> str:
-        """Of the workload's own entry, of the pauses and arrivals, and of the data it draws from.
+        """Of the workload's entry, arrivals, pauses, ``[engine]``, and the data it draws from.
 
-        Two runs with the same one used the same conversations.
+        Two runs with the same one served the same conversations.
         """
         entry = next(entry for entry in self.document["workload"] if entry["name"] == name)
-        shared = {key: self.document.get(key) for key in ("arrivals", "think", "duration_s")}
+        whole_grid = ("arrivals", "think", "duration_s", "engine")
+        shared = {key: self.document.get(key) for key in whole_grid}
         workload = self.workloads[name]
         data = workload.prepared.info.digest if isinstance(workload, RecordedTurns) else None
         return _digest({"entry": entry, "shared": shared, "data": data})
