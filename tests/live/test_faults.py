@@ -33,10 +33,17 @@ CPU = LaunchOptions(device=Device.CPU, lease_s=12)
 
 
 @pytest.fixture(scope="module")
-def victim(engine_python, tmp_path_factory):
-    """A 1P_1D of its own, started anew after each test that broke it."""
+def cluster_of_its_own(engine_python, tmp_path_factory):
     with launch(Topology.parse("1P_1D"), CPU, tmp_path_factory.mktemp("victim")) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def victim(cluster_of_its_own):
+    """A 1P_1D that may be broken; started anew when an earlier test left it so."""
+    if not cluster_of_its_own.processes or cluster_of_its_own.dead():
+        cluster_of_its_own.restart()
+    return cluster_of_its_own
 
 
 def play(cluster, seconds, **turns):

@@ -22,7 +22,7 @@ from ppdbench.core.topology import Role
 
 HAND_OFF_LIMIT_S = 10.0
 _REQUEST_LIMIT_S = 60.0
-_PREFLIGHT_ATTEMPTS = 4
+_PREFLIGHT_WITHIN_S = 60.0
 _TOKEN_RANGE = (10, 1000)
 """Ids that every real vocabulary has as ordinary tokens."""
 
@@ -211,7 +211,7 @@ def preflight(cluster: ClusterSpec, model: str, limit_s: float = HAND_OFF_LIMIT_
     """A tiny request from every P to every D and its repetition, each within ``limit_s``.
 
     The first makes the two nodes shake hands, for which vLLM allows itself few seconds: on a busy
-    machine that may fail, and the next request tries anew. So a pair has four attempts, and two
+    machine that may fail, and the next request tries anew. So a pair has a minute, in which two
     in a row must be good. A firewall or a wrong network interface fails all of them.
 
     Raises:
@@ -225,7 +225,8 @@ def preflight(cluster: ClusterSpec, model: str, limit_s: float = HAND_OFF_LIMIT_
 
 def _preflight_path(prober: Prober, path: Path, limit_s: float) -> None:
     good, trouble = 0, ""
-    for _ in range(_PREFLIGHT_ATTEMPTS):
+    deadline_s = time.monotonic() + _PREFLIGHT_WITHIN_S
+    while time.monotonic() < deadline_s:
         problem = _hand_off_problem(prober, path, limit_s)
         good, trouble = (good + 1, trouble) if problem is None else (0, problem)
         if good == 2:

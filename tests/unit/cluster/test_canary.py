@@ -70,8 +70,9 @@ async def test_a_pair_that_is_slow_at_first_may_try_again():
         await asyncio.to_thread(preflight, spec, "fake", 5.0)
 
 
-async def test_a_pair_that_never_gets_there_is_an_error_with_the_network_in_it():
+async def test_a_pair_that_never_gets_there_is_an_error_with_the_network_in_it(monkeypatch):
     """All attempts too slow: the sentence names the pair, the limit and where to look."""
+    monkeypatch.setattr("ppdbench.cluster.canary._PREFLIGHT_WITHIN_S", 0.5)
     async with cluster("1P_1D", lambda _: FakeEngine(service=Service(0.05))) as spec:
         with pytest.raises(EngineError, match=r"p0→d0.*UCX_NET_DEVICES"):
             await asyncio.to_thread(preflight, spec, "fake", 0.01)
