@@ -30,6 +30,7 @@ from ppdbench.policy.parse import parse_policy
 from ppdbench.runs.records import Outcome
 
 CPU = LaunchOptions(device=Device.CPU, lease_s=12)
+TURNS_BEFORE_A_FAULT = 2
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +47,26 @@ def victim(cluster_of_its_own):
     return cluster_of_its_own
 
 
-def play(cluster, seconds, **turns):
-    """Two conversations a second, remote; the records."""
+def play(cluster, seconds, fault, **turns):
+    """Two conversations a second, remote; the records.
+
+    ``fault`` happens in another thread as soon as some turns have ended, which is mid-run however
+    slow the machine is.
+    """
     plan = (Turn(200, 16), Turn(40, 16))
     arrivals = [Arrival(i / 2, Conversation(f"c{i}", plan)) for i in range(2 * seconds)]
-    live = LiveSettings(TurnSettings("tiny-llama", **turns))
+    thread = threading.Thread(target=fault)
+
+    def watch(sent, out):
+        if thread.ident is None and sent - out >= TURNS_BEFORE_A_FAULT:
+            thread.start()
+
+    live = LiveSettings(TurnSettings("tiny-llama", **turns), on_progress=watch)
     policy = parse_policy("remote")
-    return uvloop.run(run_live_point(cluster.spec, policy, arrivals, 2.0, live, 1)).records
-
-
-def in_the_middle(action, after_s=4.0):
-    timer = threading.Timer(after_s, action)
-    timer.start()
-    return timer
+    records = uvloop.run(run_live_point(cluster.spec, policy, arrivals, 2.0, live, 1)).records
+    assert thread.ident is not None, "the run ended before the fault"
+    thread.join()
+    return records
 
 
 @pytest.mark.full
@@ -67,9 +75,10 @@ def test_a_node_killed_in_mid_run_ends_its_turns_and_can_be_started_again(victim
     """The run ends by itself, the death is named, nothing of the node stays, a restart serves."""
     leader = victim.processes[name]
     family = machine.members({leader.pid})
-    timer = in_the_middle(lambda: os.kill(leader.pid, signal.SIGKILL))
-    records = play(victim, 8, first_byte_timeout_s=10.0)
-    timer.join()
+
+    records = play(
+        victim, 8, lambda: os.kill(leader.pid, signal.SIGKILL), first_byte_timeout_s=10.0
+    )
 
     assert any(record.ok for record in records)
     assert {r.outcome for r in records if not r.ok} <= {
@@ -99,9 +108,7 @@ def test_a_d_that_stalls_for_half_a_minute_costs_its_turns_and_not_the_run(victi
         for process in family:
             process.resume()
 
-    timer = in_the_middle(stall)
-    records = play(victim, 8, first_byte_timeout_s=10.0)
-    timer.join()
+    records = play(victim, 8, stall, first_byte_timeout_s=10.0)
 
     assert Outcome.NO_FIRST_BYTE in {record.outcome for record in records}
     assert victim.dead() == {}

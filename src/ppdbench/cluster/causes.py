@@ -95,7 +95,7 @@ def why_it_died(name: str, exit_code: int | None, log: Path, tail_lines: int = 4
     cause, change = likely_cause(text, exit_code)
     tail = " | ".join(line.strip() for line in text.strip().splitlines()[-tail_lines:]) or "nothing"
     return (
-        f"node {name} ended with {_ending(exit_code)} before it was ready: {cause}; "
+        f"node {name} ended with {_ending(exit_code)}: {cause}; "
         f"{change}. Last lines of {log}: {tail[-600:]}"
     )
 

@@ -95,3 +95,11 @@ def test_every_sign_is_a_pattern_and_every_cause_has_a_remedy():
 def test_a_log_that_was_never_written_is_no_crash(tmp_path):
     """The node may have died before its first byte."""
     assert "Last lines of" in why_it_died("r0", None, tmp_path / "none.log")
+
+
+def test_a_death_is_told_the_same_at_start_and_in_mid_run(tmp_path):
+    """Nothing is claimed about when the node died: it may have served for hours."""
+    log = tmp_path / "d0.log"
+    log.write_text("Application startup complete.\nPOST /v1/completions 200\n")
+
+    assert why_it_died("d0", -9, log).startswith("node d0 ended with signal 9: it was killed")
