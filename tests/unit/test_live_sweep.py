@@ -199,6 +199,9 @@ class FragileCluster(Cluster):
     def health(self):
         return {**super().health(), "d0": not self._sick_node}
 
+    def dead(self):
+        return {"d0": "node d0 ended with signal 9"} if self._sick_node else {}
+
     def restart(self):
         self._source.restarts += 1
         self._sick_node = False
@@ -225,6 +228,7 @@ def test_a_point_that_fails_twice_is_recorded_and_does_not_poison_the_next(run):
     failed = [point for point in points if "engine_failed" in point["validity"]]
     assert len(failed) == 1
     assert "d0 did not answer" in failed[0]["cause"]
+    assert "node d0 ended with signal 9" in failed[0]["cause"]
     assert source.restarts == 2
     assert [p["success"] for p in points if p not in failed] == [1.0]
 

@@ -95,6 +95,10 @@ class Cluster:
         """By node name, whether it answers its health check now."""
         return {node.name: is_healthy(node) for node in self.nodes}
 
+    def dead(self) -> dict[str, str]:
+        """By node name, why it ended; nothing is known of nodes that are somebody else's."""
+        return {}
+
     def counters(self) -> Readings:
         """What every node has counted until now."""
         return read_nodes(self.spec)

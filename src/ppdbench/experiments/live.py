@@ -174,7 +174,8 @@ class _OnCluster:
         arrivals = self._backend.spoken(key)
         outcome = self._play(key, arrivals)
         if sick := self._sick():
-            raise EngineError(f"{', '.join(sick)} did not answer the health check after the point")
+            said = f"{', '.join(sick)} did not answer the health check after the point"
+            raise EngineError("; ".join([said, *self._cluster.dead().values()]))
         self._check_answers(only=self._points)
         self._points += 1
         outcome.facts["prompts_are_ids"] = not any(_is_text(arrival) for arrival in arrivals)
