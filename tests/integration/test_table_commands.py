@@ -261,3 +261,72 @@ def test_a_result_that_is_no_result_is_refused_by_the_import(tmp_path):
     assert (empty.exit_code, broken.exit_code) == (2, 2)
     assert "CONFIG_WORKLOAD_QPS.json" in empty.stderr
     assert "2P_2D_small_tiny_8.json" in broken.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--guard", ""), "--guard ''"),
+        (("--slo", ""), "--slo ''"),
+        (("--slo", "ttft=0.2,tpot=0.03", "--w-tpot", "2"), "--slo decides instead of weights"),
+        (("--max-distance", "inf"), "max_distance=inf"),
+        (("--base", "2P_2D"), "given twice"),
+    ],
+)
+def test_options_that_say_nothing_or_two_things_are_refused(run, tmp_path, options, told):
+    """Never ignored: the table would not be the one that was asked for."""
+    result = ppd("build-table", run, "--base", "2P_2D", "-o", tmp_path / "t.json", *options)
+
+    assert result.exit_code == 2
+    assert told in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_no_name_for_a_table(run, tmp_path):
+    """One sentence, whether the folder has a name or is the current one."""
+    for output in (tmp_path, "."):
+        result = ppd("build-table", run, "--base", "2P_2D", "-o", output)
+        assert result.exit_code == 2
+        assert "choose another -o" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("vllm-router", "--rate", "nan"), "--rate nan"),
+        (("vllm-router", "--tpot-limit", "-1"), "--tpot-limit -1"),
+        (("vllm-router", "--tpot-limit", "0"), "--tpot-limit 0"),
+        (("vllm-router", "--profile", ""), "--profile"),
+        (("llm-d", "--rate", "2"), "llm-d has none"),
+    ],
+)
+def test_an_export_option_that_means_nothing_is_refused(table, options, told):
+    """A limit below 0 would refuse every local turn over there, in silence."""
+    result = ppd("table", "export", table, "--to", *options)
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert told in result.stderr
+
+
+def test_a_plan_for_a_table_of_two_bases_asks_which(tmp_path):
+    """The first one in the alphabet is not what somebody meant."""
+    rule, bases = Rule(), ("1P_3D", "2P_2D")
+    sides = {
+        name: Side(40, 1.0, *(dict.fromkeys(STATISTICS, v) for v in (ttft, 0.01, 0.01)))
+        for name, ttft in (("remote", 0.2), ("local", 0.19))
+    }
+    centre = {"context_tokens": 2048, "new_tokens": 16, "output_tokens": 32, "rate_per_s": 1.0}
+    cells = tuple(
+        Cell(topology=base, workload="large_tiny", backend="sim", centre=centre, **sides)
+        for base in bases
+    )
+    path = tmp_path / "two.json"
+    save_table(Table(rule, {"backend": "sim", "grids": ["paper-synthetic"]}, cells), path)
+
+    unsaid = ppd("table", "plan", path, "--budget", "30m")
+    assert unsaid.exit_code == 2
+    assert "the table holds 1P_3D, 2P_2D" in unsaid.stderr
+    assert (
+        'topologies = ["2P_2D"]'
+        in said("table", "plan", path, "--budget", "30m", "--base", "2P_2D")["grid"]
+    )

@@ -94,3 +94,35 @@ def test_a_folder_above_or_one_configuration_will_do(tmp_path):
 
     for folder in (tmp_path, tmp_path / "unpacked" / "sweep" / "4R"):
         assert len(importers.vllm_ppd(folder).points) == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("turn2", "avg_ttft_ms"), float("nan")),
+        (("turn2", "avg_ttft_ms"), float("inf")),
+        (("turn2", "avg_tpot_ms"), -1),
+        (("turn2", "p99_tpot_ms"), True),
+        (("turn1", "count"), "5"),
+        (("turn2", "count"), 1.5),
+        (("average", "count"), None),
+        (("throughput", "tokens_per_sec"), "fast"),
+        (("success_rate",), 250.0),
+        (("total_requests",), 10**40),
+        (("failed_requests",), []),
+        (("qps",), -1),
+        (("qps",), 0),
+    ],
+)
+def test_a_value_that_is_no_measurement_is_refused_by_name(tmp_path, place, value):
+    """It would become a figure in a table, or a point file that is not JSON."""
+    path = write(tmp_path, "4R", "small_tiny", 8)
+    document = json.loads(path.read_text())
+    part = document
+    for name in place[:-1]:
+        part = part[name]
+    part[place[-1]] = value
+    path.write_text(json.dumps(document))
+
+    with pytest.raises(RunError, match=r"4R_small_tiny_8\.json is not a result"):
+        importers.vllm_ppd(tmp_path)

@@ -21,9 +21,13 @@ def build_table(
     runs: list[Path] = typer.Argument(..., metavar="RUN...", help="Run folders to pool."),
     output: Path = typer.Option(..., "-o", "--output", metavar="TABLE", help="The table's file."),
     base: list[str] = typer.Option(..., "--base", help="Topology to compare on, as 2P_2D."),
-    w_ttft: float = typer.Option(1.0, "--w-ttft", help="Weight of the relative TTFT gain."),
-    w_tpot: float = typer.Option(1.0, "--w-tpot", help="Weight of the relative TPOT cost."),
-    stat: str = typer.Option("mean", "--stat", help="mean, p50, p90 or p99."),
+    w_ttft: float | None = typer.Option(
+        None, "--w-ttft", help="Weight of the relative TTFT gain; 1 by default."
+    ),
+    w_tpot: float | None = typer.Option(
+        None, "--w-tpot", help="Weight of the relative TPOT cost; 1 by default."
+    ),
+    stat: str = typer.Option("mean", "--stat", help="mean, p50, p90, p95 or p99."),
     min_success: float = typer.Option(
         0.95, "--min-success", help="Below it a route is infeasible; 0: only a total failure is."
     ),
@@ -55,15 +59,15 @@ def build_table(
     from ppdbench.table.score import Guard, Rule, Slo, default_choice
     from ppdbench.table.sources import read_runs
 
+    weights = {"w_ttft": w_ttft, "w_tpot": w_tpot}
     rule = Rule(
-        w_ttft=w_ttft,
-        w_tpot=w_tpot,
+        **_weights(weights, limits=slo),
         stat=stat,
         min_success=min_success,
         min_n=min_n,
         undecided=default_choice(undecided),
-        guard=Guard.parse(guard) if guard else None,
-        slo=Slo.parse(slo) if slo else None,
+        guard=None if guard is None else Guard.parse(guard),
+        slo=None if slo is None else Slo.parse(slo),
         max_distance=max_distance,
     )
     built = build(read_runs(runs), base, rule)
@@ -76,6 +80,15 @@ def build_table(
         show_json({**summary, **left_out, "barred": dict(built.barred)})
     else:
         show("  ".join(f"{name} {value}" for name, value in summary.items()))
+
+
+def _weights(given: dict[str, float | None], limits: str | None) -> dict[str, float]:
+    from ppdbench.core.errors import UsageError
+
+    weights = {name: value for name, value in given.items() if value is not None}
+    if weights and limits is not None:
+        raise UsageError("--slo decides instead of weights; give it, or --w-ttft and --w-tpot")
+    return weights
 
 
 def _report(built: Built, output: Path) -> None:

@@ -85,7 +85,7 @@ def diff(
 
 
 def _difference(found: Difference) -> dict[str, Any]:
-    from ppdbench.table.compare import describe
+    from ppdbench.table.schema import describe
 
     return {
         "changed": [
@@ -154,8 +154,8 @@ def reweight(
     given: dict[str, Any] = {
         "w_ttft": w_ttft,
         "w_tpot": w_tpot,
-        "undecided": default_choice(undecided) if undecided else None,
-        "guard": Guard.parse(guard) if guard else None,
+        "undecided": None if undecided is None else default_choice(undecided),
+        "guard": None if guard is None else Guard.parse(guard),
     }
     changes = {name: value for name, value in given.items() if value is not None}
     other = weigh(table, replace(table.rule, **changes))
@@ -186,7 +186,9 @@ def export(
     tpot_limit: float | None = typer.Option(
         None, "--tpot-limit", help="vllm-router: p95 TPOT in seconds above which local is refused."
     ),
-    profile: str = typer.Option("ppd", help="vllm-router: the profile your engines report."),
+    profile: str | None = typer.Option(
+        None, help="vllm-router: the profile your engines report; ppd by default."
+    ),
     json: bool = JSON,
     debug: bool = DEBUG,  # noqa: ARG001
 ) -> None:
@@ -199,7 +201,9 @@ def export(
     from ppdbench.table.schema import load_table
 
     table = load_table(path)
-    made = make(table, to, VllmRouterOptions(profile, rate, tpot_limit))
+    given = {"profile": profile, "rate_per_s": rate, "tpot_limit_s": tpot_limit}
+    options = {name: value for name, value in given.items() if value is not None}
+    made = make(table, to, VllmRouterOptions(**options) if options else None)  # type: ignore[arg-type]
     report = [made.regret, *(r for r in regrets(table) if r.policy != made.regret.policy)]
     if output:
         _write(output, made.text)
@@ -225,7 +229,7 @@ def _write(path: Path, text: str) -> None:
     from ppdbench.core.errors import UsageError
 
     try:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; choose another -o") from error
 
@@ -242,6 +246,9 @@ def plan(
     *,
     path: Path = TABLE,
     budget: str = typer.Option(..., "--budget", help="Time to measure in, as 90s, 30m or 2h."),
+    base: str | None = typer.Option(
+        None, "--base", help="Topology to measure, where the table holds several."
+    ),
     grid: str | None = typer.Option(
         None, "--grid", help="Grid the table was measured with; known for shipped grids."
     ),
@@ -264,7 +271,7 @@ def plan(
     from ppdbench.table.schema import load_table
 
     table = load_table(path)
-    base = table.topologies[0]
+    base = _base_of(table, base)
     source = grid or _grid_of(table)
     known = load_grid(source)
     weights = next_grid.traffic_of(load_grid(traffic), Lookup(table, base)) if traffic else None
@@ -283,6 +290,20 @@ def plan(
     say(f"{len(chosen)} places on both routes, about {expected_s:g} s")
     if not output:
         show(text.rstrip())
+
+
+def _base_of(table: Table, wanted: str | None) -> str:
+    from ppdbench.core.errors import UsageError
+
+    held = table.topologies
+    if wanted is None and len(held) == 1:
+        return held[0]
+    if wanted not in held:
+        raise UsageError(
+            f"--base {wanted or '(not given)'}: the table holds {', '.join(held)}; "
+            "say which of them to measure"
+        )
+    return wanted
 
 
 def _grid_of(table: Table) -> str:

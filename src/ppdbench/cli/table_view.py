@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from ppdbench.table.compare import describe, flip_ratio
+from ppdbench.table.compare import flip_ratio
 from ppdbench.table.regret import Regret
-from ppdbench.table.schema import SIMULATED_NOTICE, Cell, Table, counts
+from ppdbench.table.schema import SIMULATED_NOTICE, Cell, Table, counts, describe
 from ppdbench.table.score import Choice, Status, Verdict
 
 FIRST_FLIPS = 8

@@ -39,6 +39,9 @@ TURN_2 = {
 }
 """Nominal (input, output) tokens of the authors' workloads; true lengths were not recorded."""
 
+LARGEST = 1e12
+"""Above any count, rate or time of a measurement."""
+
 Document = Mapping[str, Any]
 
 
@@ -104,7 +107,7 @@ def _missing(keys: Iterable[PointKey]) -> list[str]:
 
 def _read_point(path: Path) -> tuple[PointKey, dict[str, Any]]:
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
         key = _key(document)
         return key, _point(key, document)
     except (UsageError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -114,10 +117,37 @@ def _read_point(path: Path) -> tuple[PointKey, dict[str, Any]]:
         ) from error
 
 
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no measurement")
+
+
+def _number(document: Document, name: str, largest: float = LARGEST) -> Any:  # noqa: ANN401
+    """The figure as given; a text, a truth value, a negative or an endless one is none."""
+    value = document[name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= largest:
+        raise ValueError(f"{name} is {value!r}, expected a number from 0 to {largest:g}")
+    return value
+
+
+def _count(document: Document, name: str) -> int:
+    value = _number(document, name)
+    if not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}, expected a whole number")
+    return value
+
+
 def _key(document: Document) -> PointKey:
     """From the content: file names hold the rate as ``8`` or as ``8.0``."""
     topology = str(Topology.parse(document["config"]))
-    return PointKey(topology, POLICY, document["workload"], float(document["qps"]))
+    return PointKey(topology, POLICY, document["workload"], _rate(document))
+
+
+def _rate(document: Document) -> float:
+    rate = float(_number(document, "qps"))
+    if not rate:
+        raise ValueError("qps is 0, expected conversations per second above 0")
+    return rate
 
 
 def _point(key: PointKey, document: Document) -> dict[str, Any]:
@@ -125,8 +155,8 @@ def _point(key: PointKey, document: Document) -> dict[str, Any]:
     lengths = _lengths(key.workload)
     throughput = document["throughput"]
     rates = {
-        "requests_per_s": throughput["requests_per_sec"],
-        "output_tokens_per_s": throughput["tokens_per_sec"],
+        "requests_per_s": _number(throughput, "requests_per_sec"),
+        "output_tokens_per_s": _number(throughput, "tokens_per_sec"),
     }
     point = {
         "topology": key.topology,
@@ -135,9 +165,9 @@ def _point(key: PointKey, document: Document) -> dict[str, Any]:
         "rate_per_s": key.rate_per_s,
         "repeat": key.repeat,
         "seed": None,
-        "success": document["success_rate"] / 100,
-        "conversations": turn1["count"],
-        "turns": document["total_requests"],
+        "success": _number(document, "success_rate", 100) / 100,
+        "conversations": _count(turn1, "count"),
+        "turns": _count(document, "total_requests"),
         "failures": _failures(document),
         **dict.fromkeys(rates),
         "with_drain": {**rates, "drain_s": None},
@@ -151,7 +181,7 @@ def _point(key: PointKey, document: Document) -> dict[str, Any]:
 
 
 def _failures(document: Document) -> dict[str, int]:
-    failed = document["failed_requests"]
+    failed = _count(document, "failed_requests")
     return {str(document["error"] or "unknown"): failed} if failed else {}
 
 
@@ -176,7 +206,7 @@ def _lengths(workload: str) -> tuple[Lengths, Lengths]:
 def _group(turn: Document, lengths: Lengths) -> dict[str, Any]:
     context, new, output = lengths
     return {
-        "n": turn["count"],
+        "n": _count(turn, "count"),
         "ttft_s": _stats(turn, "ttft"),
         "ttft_sent_s": None,
         "tpot_s": _stats(turn, "tpot"),
@@ -193,7 +223,7 @@ def _stats(turn: Document, name: str) -> dict[str, float | None]:
     """Milliseconds to seconds; a group without a turn has no figure, although its file says 0."""
     given = {"mean": "avg", "p50": "p50", "p99": "p99"}
     figures = {
-        stat: turn[f"{prefix}_{name}_ms"] / 1000 if turn["count"] else None
+        stat: _number(turn, f"{prefix}_{name}_ms") / 1000 if turn["count"] else None
         for stat, prefix in given.items()
     }
     return {**figures, "p90": None, "p95": None}

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ POOL_FIELDS = ("backend", "model", "dtype", "gpu", "engine_version", "connector"
 
 BACKEND_FIELDS = frozenset({"backend", "engine_version"})
 """What a simulated and a live run may differ in: a simulator is no version of an engine."""
+
+
+SIMULATED = "sim"
+"""The backend whose figures come from no engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +156,16 @@ def refuse_other_run(folder: Path, stored: Manifest, wanted: Manifest) -> None:
 def refuse_to_pool(runs: Mapping[str, Manifest], *, across_backends: bool = False) -> None:
     """Runs that measured different things make no common table. Keys are the runs' names.
 
+    Every pair is looked at: two live runs must agree in all fields, also beside a simulated one.
     ``across_backends`` lets a simulated run stand beside a live one (:data:`BACKEND_FIELDS`).
 
     Raises:
         RunError: naming the two runs, the field and both values.
     """
-    exempt = BACKEND_FIELDS if across_backends else frozenset()
-    names = [name for name in POOL_FIELDS if name not in exempt]
-    (first_name, first), *others = runs.items()
-    for name, other in others:
+    for (first_name, first), (name, other) in combinations(runs.items(), 2):
+        mixed = (first.engine.backend == SIMULATED) != (other.engine.backend == SIMULATED)
+        exempt = BACKEND_FIELDS if across_backends and mixed else frozenset()
+        names = [field_name for field_name in POOL_FIELDS if field_name not in exempt]
         difference = first_difference(_comparable(first), _comparable(other), names)
         difference = difference or _workload_difference(first, other)
         if difference is not None:

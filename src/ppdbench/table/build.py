@@ -10,6 +10,7 @@ from typing import Any
 from ppdbench import __version__
 from ppdbench.core.errors import NothingUsableError, UsageError
 from ppdbench.core.topology import Topology
+from ppdbench.runs.manifest import SIMULATED
 from ppdbench.table.cells import Compared, aggregate_cell, turn_cells
 from ppdbench.table.inputs import (
     Pairing,
@@ -20,7 +21,7 @@ from ppdbench.table.inputs import (
     points_at,
 )
 from ppdbench.table.paired import Bin, Turns, length_bins, paired_turns
-from ppdbench.table.schema import Cell, Table
+from ppdbench.table.schema import Cell, Table, check_guard
 from ppdbench.table.score import STATISTICS, Rule
 
 
@@ -48,17 +49,19 @@ def build_table(runs: Sequence[RunInput], bases: Sequence[str], rule: Rule) -> B
     Raises:
         TableError: a run given twice.
         RunError: runs that may not be pooled.
-        UsageError: a statistic that a run does not know.
+        UsageError: a base given twice, a statistic that a run does not know.
         NothingUsableError: no place has both sides.
     """
     runs = sorted(runs, key=lambda run: run.digest)
     check_poolable(runs)
     left_out = _LeftOut()
+    _check_bases(bases)
     pairings = [Pairing.of(Topology.parse(base)) for base in bases]
     cells = [cell for pairing in pairings for cell in _of_base(runs, pairing, rule, left_out)]
     if not cells:
         raise NothingUsableError(_nothing_to_compare(bases, left_out))
     _check_statistic(cells, rule)
+    check_guard(cells, rule)
     kept, doubled = _one_per_centre(cells)
     table = Table(rule, _provenance(runs, bases), kept)
     return Built(table, left_out.unpaired, left_out.thin, doubled, left_out.barred)
@@ -76,10 +79,20 @@ def _check_statistic(cells: Sequence[Cell], rule: Rule) -> None:
             )
 
 
+def _check_bases(bases: Sequence[str]) -> None:
+    names = [str(Topology.parse(base)) for base in bases]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"--base {twice} is given twice; give each base once")
+
+
 def _one_per_centre(cells: Sequence[Cell]) -> tuple[tuple[Cell, ...], list[Cell]]:
-    """Workloads may share a turn shape; the cell with more turns on its weaker side stays."""
+    """Workloads may share a turn shape; the cell with more turns on its weaker side stays.
+
+    A live cell stays before any simulated one, however many turns a simulation has.
+    """
     kept: dict[object, Cell] = {}
-    for cell in sorted(cells, key=lambda cell: (-_weaker_n(cell), cell.workload)):
+    for cell in sorted(cells, key=lambda c: (c.backend == SIMULATED, -_weaker_n(c), c.workload)):
         kept.setdefault(cell.key, cell)
     return tuple(kept.values()), [cell for cell in cells if kept[cell.key] is not cell]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ppdbench.table.schema import AXES, Cell, Table
+from ppdbench.table.schema import Cell, Table
 from ppdbench.table.score import Choice, Status, Verdict
 
 THIN_TURNS = 30
@@ -154,8 +154,3 @@ def flip_ratio(verdict: Verdict) -> float | None:
     if verdict.d_tpot <= 0 or verdict.d_ttft <= 0:
         return None
     return verdict.d_ttft / verdict.d_tpot
-
-
-def describe(cell: Cell) -> str:
-    """A cell in a line: its workload and its place."""
-    return f"{cell.workload} " + " ".join(f"{axis}={cell.centre[axis]:g}" for axis in AXES)

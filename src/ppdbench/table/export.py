@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil, sqrt
+from math import ceil, isfinite, sqrt
 from statistics import fmean
 from typing import Any
 
@@ -55,9 +55,22 @@ class VllmRouterOptions:
     rate_per_s: float | None = None
     tpot_limit_s: float | None = None
 
+    def __post_init__(self) -> None:
+        numbers = {"--rate": self.rate_per_s, "--tpot-limit": self.tpot_limit_s}
+        for name, value in numbers.items():
+            if value is not None and not (isfinite(value) and value > 0):
+                raise UsageError(f"{name} {value:g}: expected a number above 0")
+        if not self.profile:
+            raise UsageError("--profile '': expected the name that your engines report")
+
 
 def export(table: Table, target: str, options: VllmRouterOptions | None = None) -> Export:
-    """Raises UsageError for an unknown target or a table of several topologies."""
+    """The table for ``target``, with the price of what that router cannot hold.
+
+    Raises:
+        UsageError: an unknown target, a table of several topologies, ``options`` for a router
+            that has none of them.
+    """
     if target not in TARGETS:
         raise UsageError(f"--to {target!r}: expected one of {', '.join(TARGETS)}")
     if len(table.topologies) > 1:
@@ -65,6 +78,8 @@ def export(table: Table, target: str, options: VllmRouterOptions | None = None) 
             f"the table holds {', '.join(table.topologies)} and {target} has no such axis; "
             "build a table with one --base"
         )
+    if options is not None and target != "vllm-router":
+        raise UsageError(f"--profile, --rate and --tpot-limit are vllm-router's; {target} has none")
     if target == "dynamo":
         return _dynamo(table)
     if target == "llm-d":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import product
 
-from ppdbench.table.schema import AXES, Cell, Table
+from ppdbench.table.schema import AXES, Cell, Table, check_guard
 from ppdbench.table.score import Choice, Rule, Status
 
 Centre = tuple[float, ...]
@@ -28,7 +28,12 @@ def fill(table: Table) -> Table:
 
 
 def reweight(table: Table, rule: Rule) -> Table:
-    """The same evidence under another rule; a table that was filled is filled again."""
+    """The same evidence under another rule; a table that was filled is filled again.
+
+    Raises:
+        UsageError: a guard on a figure that a cell does not have.
+    """
+    check_guard(table.cells, rule)
     filled = any(cell.filled is not None for cell in table.cells)
     measured = tuple(cell for cell in table.cells if cell.filled is None)
     other = Table(rule, table.provenance, measured)

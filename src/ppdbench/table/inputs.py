@@ -9,11 +9,10 @@ from typing import Any
 
 from ppdbench.core.errors import TableError, UsageError
 from ppdbench.core.topology import Role, Topology
-from ppdbench.runs.manifest import Manifest, refuse_to_pool
+from ppdbench.runs.manifest import SIMULATED, Manifest, refuse_to_pool
 from ppdbench.runs.points import PointKey
 from ppdbench.runs.records import TurnRecord
 from ppdbench.runs.validity import NEVER_VOTES
-from ppdbench.table.schema import SIMULATED
 
 Point = Mapping[str, Any]
 """One line of ``points.jsonl``."""

@@ -9,15 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from ppdbench.core.errors import TableError, UsageError
+from ppdbench.runs.manifest import SIMULATED
+from ppdbench.table import kinds
 from ppdbench.table.score import (
     STATISTICS,
     Choice,
@@ -35,7 +36,6 @@ SCHEMA_VERSION = 1
 AXES = ("context_tokens", "new_tokens", "output_tokens", "rate_per_s")
 """The axes of version 1, in order; each cell has a place on all of them."""
 UNITS = {axis: "1/s" if axis == "rate_per_s" else "tokens" for axis in AXES}
-SIMULATED = "sim"
 SIMULATED_NOTICE = "SIMULATED: figures come from the simulator, not from an engine"
 """Said wherever a table with a simulated cell is shown or obeyed."""
 WEIGHTS = ("w_ttft", "w_tpot")
@@ -116,6 +116,29 @@ class Table:
     @cached_property
     def digest(self) -> str:
         return digest_of(_body(self))
+
+
+def check_guard(cells: Iterable[Cell], rule: Rule) -> None:
+    """A guard on a figure that nobody measured would pass every cell, as if it had looked.
+
+    Raises:
+        UsageError: naming the first such cell and the statistics that it has.
+    """
+    if rule.guard is None:
+        return
+    for cell in cells:
+        sides = [side for side in (cell.remote, cell.local) if side and side.feasible(rule)]
+        if len(sides) == 2 and not rule.guard.known(*sides):
+            known = [s for s in STATISTICS if all(side.all_tpot_s.get(s) for side in sides)]
+            raise UsageError(
+                f"--guard tpot_{rule.guard.stat}: {describe(cell)} has no such figure over all "
+                f"turns; known there: {', '.join(known) or 'none'}"
+            )
+
+
+def describe(cell: Cell) -> str:
+    """A cell in a line: its workload and its place."""
+    return f"{cell.workload} " + " ".join(f"{axis}={cell.centre[axis]:g}" for axis in AXES)
 
 
 def _name(key: tuple[str, tuple[tuple[str, float], ...]]) -> str:
@@ -230,6 +253,8 @@ def _side_document(side: Side | None) -> Document | None:
 
 def save_table(table: Table, path: Path) -> None:
     """Write whole: a temporary file beside it, flushed to the disk, then renamed."""
+    if not path.name or path.is_dir():
+        raise UsageError(f"cannot write table {str(path)!r}: not a file's name; choose another -o")
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -270,13 +295,7 @@ def parse_table(content: bytes) -> Table:
     document = _read_json(content)
     _check_version(document)
     _check_canonical(document, content)
-    table = _from_document(document)
-    if canonical(to_document(table)) != content:
-        raise TableError(
-            f"{_first_difference(to_document(table), document)} does not follow from the raw "
-            "figures and the rule in the file; build the table again"
-        )
-    return table
+    return _from_document(document, content)
 
 
 def _read_json(content: bytes) -> Document:
@@ -323,23 +342,37 @@ def _check_canonical(document: Document, content: bytes) -> None:
         raise TableError("not in canonical form: edited or reformatted; build it again")
 
 
-def _from_document(document: Document) -> Table:
+def _from_document(document: Document, content: bytes) -> Table:
     """Structure errors of any kind become one sentence; the digest was right, so it is rare."""
     try:
+        kinds.check_provenance(document["provenance"])
         cells = tuple(_cell(cell) for cell in document["cells"])
-        return Table(_rule(document), document["provenance"], cells)
+        table = Table(_rule(document), document["provenance"], cells)
+        _check_derived(table, document, content)
     except TableError:
         raise
     except UsageError as error:
         raise TableError(str(error)) from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise TableError(
             f"a field is missing or of the wrong kind ({type(error).__name__}: {error}); "
             "build the table again"
         ) from error
+    return table
+
+
+def _check_derived(table: Table, document: Document, content: bytes) -> None:
+    derived = to_document(table)
+    if canonical(derived) != content:
+        raise TableError(
+            f"{_first_difference(derived, document)} does not follow from the raw "
+            "figures and the rule in the file; build the table again"
+        )
 
 
 def _rule(document: Document) -> Rule:
+    kinds.check(document["rule"], kinds.RULE, "the rule")
+    kinds.check(document["weights"], kinds.WEIGHTS, "the weights")
     rest = dict(document["rule"])
     guard, slo = rest.pop("guard"), rest.pop("slo")
     return Rule(
@@ -353,9 +386,8 @@ def _rule(document: Document) -> Rule:
 
 
 def _cell(document: Document) -> Cell:
+    kinds.check(document, kinds.CELL, "a cell")
     centre = {axis: document[axis] for axis in AXES}
-    if not all(isinstance(v, int | float) and isfinite(v) and v > 0 for v in centre.values()):
-        raise ValueError(f"centre {centre} is not a point of positive numbers")
     filled = document["status"] == Status.INTERPOLATED
     sides = {name: _side(document[name]) for name in ("remote", "local", "replica")}
     if not filled and (sides["remote"] is None or sides["local"] is None):
@@ -378,11 +410,8 @@ def _cell(document: Document) -> Cell:
 def _side(document: Document | None) -> Side | None:
     if document is None:
         return None
-    side = Side(**document)
-    for stats in (side.ttft_s, side.tpot_s, side.all_tpot_s):
-        if set(stats) != set(STATISTICS):
-            raise ValueError(f"statistics {sorted(stats)} instead of {sorted(STATISTICS)}")
-    return side
+    kinds.check(document, kinds.SIDE, "a side")
+    return Side(**document)
 
 
 def _first_difference(ours: Document, theirs: Document) -> str:

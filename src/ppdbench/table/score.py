@@ -19,6 +19,9 @@ from ppdbench.core.errors import UsageError
 Stats = Mapping[str, float | None]
 """One quantity's statistics by name; ``None`` where nobody measured it."""
 
+LARGEST_WEIGHT = 1e9
+"""Weights matter by their ratio alone; this keeps every S a finite number."""
+
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 CONFIDENCE = 0.95
 REPLICATE_UNIT = 1e-4
@@ -53,6 +56,11 @@ class Guard:
     limit_s: float | None = None
     limit_ratio: float | None = None
 
+    def __post_init__(self) -> None:
+        limits = [v for v in (self.limit_s, self.limit_ratio) if v is not None]
+        if self.stat not in STATISTICS or len(limits) != 1 or not _is_limit(limits[0]):
+            raise UsageError(f"{self}: expected a known statistic and one limit above 0")
+
     @classmethod
     def parse(cls, text: str) -> Guard:
         """Read ``tpot_p99=0.05`` (seconds) or ``tpot_p99=1.2x`` (local over remote).
@@ -69,6 +77,11 @@ class Guard:
             )
         is_ratio = limit.endswith("x") or value >= 1
         return cls(stat, None, value) if is_ratio else cls(stat, value)
+
+    def known(self, remote: Side, local: Side) -> bool:
+        """Whether both sides have what it compares; a guard that sees nothing guards nothing."""
+        sides = (local,) if self.limit_s is not None else (remote, local)
+        return all(side.all_tpot_s.get(self.stat) is not None for side in sides)
 
     def vetoes(self, remote: Side, local: Side) -> bool:
         after = local.all_tpot_s.get(self.stat)
@@ -87,12 +100,16 @@ class Slo:
     ttft_s: float
     tpot_s: float
 
+    def __post_init__(self) -> None:
+        if not (_is_limit(self.ttft_s) and _is_limit(self.tpot_s)):
+            raise UsageError(f"{self}: expected limits above 0")
+
     @classmethod
     def parse(cls, text: str) -> Slo:
         """Read ``ttft=0.2,tpot=0.03`` (seconds)."""
-        given = dict(part.partition("=")[::2] for part in text.split(","))
-        limits = [_positive(given.get(name, "")) for name in ("ttft", "tpot")]
-        if set(given) != {"ttft", "tpot"} or None in limits:
+        parts = [part.partition("=")[::2] for part in text.split(",")]
+        limits = [_positive(dict(parts).get(name, "")) for name in ("ttft", "tpot")]
+        if sorted(name for name, _ in parts) != ["tpot", "ttft"] or None in limits:
             raise UsageError(
                 f"--slo {text!r}: expected both limits in seconds, as in ttft=0.2,tpot=0.03"
             )
@@ -104,7 +121,11 @@ def _positive(text: str) -> float | None:
         value = float(text)
     except ValueError:
         return None
-    return value if isfinite(value) and value > 0 else None
+    return value if _is_limit(value) else None
+
+
+def _is_limit(value: float) -> bool:
+    return isfinite(value) and value > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +144,10 @@ class Rule:
 
     def __post_init__(self) -> None:
         weights = (self.w_ttft, self.w_tpot)
-        if not all(isfinite(w) and w >= 0 for w in weights) or not any(weights):
+        if not all(0 <= w <= LARGEST_WEIGHT for w in weights) or not any(weights):
             raise UsageError(
                 f"weights w_ttft={self.w_ttft}, w_tpot={self.w_tpot}: "
-                "both must be 0 or more and one above 0"
+                f"both must lie between 0 and {LARGEST_WEIGHT:g} and one above 0"
             )
         if self.stat not in STATISTICS:
             raise UsageError(f"statistic {self.stat!r}: expected one of {', '.join(STATISTICS)}")
@@ -137,7 +158,7 @@ class Rule:
             )
         if self.undecided is Choice.UNDECIDED:
             raise UsageError("the default of undecided cells is remote or local")
-        if self.max_distance is not None and not self.max_distance > 0:
+        if self.max_distance is not None and not _is_limit(self.max_distance):
             raise UsageError(f"max_distance={self.max_distance}: expected octaves above 0")
 
 

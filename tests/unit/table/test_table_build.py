@@ -14,7 +14,7 @@ from ppdbench.runs.records import Outcome, TurnRecord
 from ppdbench.table.build import build_table
 from ppdbench.table.inputs import RunInput
 from ppdbench.table.schema import canonical, counts, to_document
-from ppdbench.table.score import STATISTICS, Rule, Slo
+from ppdbench.table.score import STATISTICS, Guard, Rule, Slo
 
 GROUP = {
     "context_tokens": {"mean": 256}, "new_tokens": {"mean": 64}, "output_tokens": {"mean": 32},
@@ -295,6 +295,68 @@ def test_runs_that_differ_may_not_be_pooled(field):
 
     with pytest.raises(RunError, match=f"a and b do not mix: {field} is .* 7 "):
         build(runs)
+
+
+def test_two_live_runs_must_agree_beside_a_simulated_one():
+    """What a simulated run may differ in is no excuse for two engines of other versions."""
+    both = [point("remote", 0.2), point("local", 0.1)]
+    live = {"backend": "vllm", "engine": "vllm"}
+    runs = [
+        run(both, name="a", engine_version="0.20", **live),
+        run(both, name="b", engine_version="0.21", **live),
+        run(both, name="sim"),
+    ]
+
+    with pytest.raises(RunError, match="a and b do not mix: engine_version"):
+        build(runs)
+
+
+def test_every_pair_of_runs_must_agree_on_the_workloads_that_they_share():
+    """A first run without the workload hides no difference between the others."""
+    both = [point("remote", 0.2), point("local", 0.1)]
+    digests = {"a": {"other": "0"}, "b": {"w": "1"}, "c": {"w": "2"}}
+    runs = [
+        replace(r, manifest=replace(r.manifest, workload_digests=digests[r.name]))
+        for r in (run(both, name=name) for name in digests)
+    ]
+
+    with pytest.raises(RunError, match=r"b and c do not mix: workload_digests\.w"):
+        build(runs)
+
+
+def test_a_live_cell_stays_before_a_simulated_one_at_its_place():
+    """Also when the simulated one comes from another workload and has more turns."""
+    live, simulated = (
+        [point("remote", 0.2, workload=name, n=n), point("local", ttft, workload=name, n=n)]
+        for name, n, ttft in (("short", 10, 0.3), ("long", 900, 0.1))
+    )
+    built = build(
+        [run(simulated, name="sim"), run(live, name="live", backend="vllm", engine="vllm")]
+    )
+
+    assert [cell.backend for cell in built.table.cells] == ["vllm"]
+    assert [cell.backend for cell in built.doubled] == ["sim"]
+
+
+def test_a_base_given_twice_is_refused():
+    """Every cell would stand twice, and the second ones be reported as left out."""
+    both = [point("remote", 0.2), point("local", 0.1)]
+
+    with pytest.raises(UsageError, match="--base 2P_2D is given twice"):
+        build_table([run(both)], ["2P_2D", "2P_2D"], Rule())
+
+
+def test_a_guard_on_a_figure_that_a_run_does_not_know_is_refused():
+    """It would let every cell pass as if it had looked."""
+    points = [point("remote", 0.2), point("local", 0.1)]
+    for each in points:
+        each["all"]["tpot_s"]["p95"] = None
+
+    assert build(run(points), guard=Guard("p99", 0.001)).table.verdicts[0].vetoed
+    with pytest.raises(
+        UsageError, match=r"--guard tpot_p95: w .* known there: mean, p50, p90, p99"
+    ):
+        build(run(points), guard=Guard("p95", 0.001))
 
 
 def test_a_live_gpu_is_the_simulated_one_under_its_drivers_name():

@@ -140,7 +140,9 @@ def test_a_wrong_guard_is_refused(text):
         Guard.parse(text)
 
 
-@pytest.mark.parametrize("text", ["", "ttft=0.2", "ttft=0.2,tpot=x", "ttft=0.2,tpot=0,e2e=1"])
+@pytest.mark.parametrize(
+    "text", ["", "ttft=0.2", "ttft=0.2,tpot=x", "ttft=0.2,tpot=0,e2e=1", "ttft=1,ttft=2,tpot=1"]
+)
 def test_wrong_limits_are_refused(text):
     """Both limits are needed, in seconds above 0."""
     with pytest.raises(UsageError, match="both limits"):
@@ -149,7 +151,8 @@ def test_wrong_limits_are_refused(text):
 
 @pytest.mark.parametrize(
     "wrong", [{"w_ttft": -1}, {"w_ttft": 0, "w_tpot": 0}, {"w_tpot": float("nan")}, {"stat": "p75"},
-              {"min_success": 1.1}, {"min_n": 0}, {"max_distance": 0}],
+              {"min_success": 1.1}, {"min_n": 0}, {"max_distance": 0},
+              {"max_distance": float("inf")}, {"w_ttft": 1e308, "w_tpot": 1e308}],
 )  # fmt: skip
 def test_a_rule_that_means_nothing_is_refused(wrong):
     """Weights, statistic and floors are checked before any run is read."""
