@@ -194,11 +194,14 @@ def _sim_commands(
 ) -> Sequence[NodeCommand]:
     from ppdbench.sim.commands import sim_commands, write_config
     from ppdbench.sim.config import SimConfig
+    from ppdbench.sim.prepare import capacity_for
 
     chosen: dict[str, Any] = {
         key: value for key, value in (("model", model), ("gpu", gpu)) if value is not None
     }
-    config_file = write_config(SimConfig(**chosen), folder.folder / "sim.json")
+    config = SimConfig(**chosen)
+    capacity_for(config)  # an unknown GPU or model is refused here, not by every node's death
+    config_file = write_config(config, folder.folder / "sim.json")
     return sim_commands(shape, ports, config_file)
 
 

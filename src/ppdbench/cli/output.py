@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -10,6 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
+
+_MACHINE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE})
+"""Another path would not help: the disk is full or broken, or too many files are open."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,6 +36,8 @@ def show_json(document: Mapping[str, Any]) -> None:
 
 def command(run: Callable[P, T]) -> Callable[P, T]:
     """Wrap a command: our errors become one sentence and an exit code, Ctrl-C becomes 130.
+
+    So do the system's refusals about a path: full disk, read-only folder, a file for a folder.
 
     ``--debug`` (or ``PPD_DEBUG=1``) lets the traceback through.
     """
@@ -65,3 +71,10 @@ def _errors_as_sentences(*, debug: bool) -> Iterator[None]:
     except BrokenPipeError:
         sys.stderr.close()
         raise SystemExit(0) from None
+    except OSError as error:
+        if debug or error.filename is None:
+            raise
+        machine = error.errno in _MACHINE_ERRORS
+        advice = "make room or raise the limit" if machine else "name another path or allow it"
+        say(f"ppd: {os.fsdecode(error.filename)} cannot be used: {error.strerror}; {advice}")
+        raise SystemExit(3 if machine else 2) from None
