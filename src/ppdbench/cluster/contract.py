@@ -14,6 +14,9 @@ from urllib.parse import urlsplit
 from ppdbench.core.errors import UsageError
 from ppdbench.core.topology import Role, Topology
 
+NOT_AN_ENGINE = "+ppdbench"
+"""Ends the version that our own nodes give: they only speak the API, so it tells of no engine."""
+
 _FIELDS = {"name", "role", "url", "metrics_url", "kv_events", "api_key_env", "ca_file"}
 
 

@@ -8,16 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ppdbench.cluster.contract import ClusterSpec, Node
+from ppdbench.cluster.contract import NOT_AN_ENGINE, ClusterSpec, Node
 from ppdbench.core.errors import UsageError
 from ppdbench.http.client import Pool
 from ppdbench.http.errors import HttpError
 from ppdbench.http.messages import Headers, Origin, Request, Response
 
 _BLOCK_SIZE = re.compile(rb'vllm:cache_config_info\{[^}]*\bblock_size="(\d+)"')
-_NOT_AN_ENGINE = "+fake"
-"""Version suffix of nodes that only speak the API; their version says nothing."""
-
 ASK_TIMEOUT_S = 5.0
 
 
@@ -111,7 +108,7 @@ def _models_in(answer: Response) -> frozenset[str]:
 
 def _version_in(answer: Response | None) -> str | None:
     version = None if answer is None else _document(answer).get("version")
-    return version if isinstance(version, str) and _NOT_AN_ENGINE not in version else None
+    return version if isinstance(version, str) and not version.endswith(NOT_AN_ENGINE) else None
 
 
 def _document(answer: Response) -> dict[str, Any]:

@@ -15,12 +15,13 @@ from typing import Any, Protocol
 
 import orjson
 
+from ppdbench.cluster.contract import NOT_AN_ENGINE
 from ppdbench.http.messages import Headers
 from ppdbench.http.server import Incoming, Responder, Server
 from ppdbench.testing import tokens
 
 EVENT_STREAM: Headers = ((b"content-type", b"text/event-stream; charset=utf-8"),)
-VERSION = "0.32.0+ppdbench"
+VERSION = "0.32.0" + NOT_AN_ENGINE
 """The vLLM whose manner the shell follows, and a local mark that says it is none."""
 
 METRICS_TEXT: Headers = ((b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),)

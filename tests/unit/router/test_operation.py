@@ -141,6 +141,16 @@ async def test_a_table_of_another_model_refuses_and_names_the_field(bench_for, t
     assert "MISMATCH" in warnings[0]
 
 
+async def test_a_table_from_the_simulator_fits_nodes_that_only_speak_the_api(bench_for, tmp_path):
+    """Simulated nodes run no engine, so their version contradicts no table: the demo's case."""
+    path = tmp_path / "t.json"
+    a_table(path, local=True, engine_version="measured: operator times 0.12.0")
+    bench = await bench_for("1P_1D")
+    config = replace(bench.router.config, policy=f"table:{path}")
+
+    assert not await check_policy(load_policy(config), config)
+
+
 def test_every_field_that_a_node_tells_is_compared():
     """Unknown on either side is no mismatch."""
     facts = LiveFacts("d0", frozenset({"m"}), "0.32.0", 128)
