@@ -330,3 +330,17 @@ def test_a_plan_for_a_table_of_two_bases_asks_which(tmp_path):
         'topologies = ["2P_2D"]'
         in said("table", "plan", path, "--budget", "30m", "--base", "2P_2D")["grid"]
     )
+
+
+def test_an_export_says_whether_its_prices_are_in_sample(run, table, tmp_path):
+    """Figures of another run score the choices; those of the same run are no other figures."""
+    other = tmp_path / "fresh.json"
+    again = write_run(tmp_path / "again", gain=0.4)
+    assert ppd("build-table", again, "--base", "2P_2D", "-o", other).exit_code == 0
+
+    assert said("table", "export", table, "--to", "dynamo")["in_sample"] is True
+    held_out = said("table", "export", table, "--to", "dynamo", "--fresh", other)
+    prices = {row["policy"]: row["mean_s_lost"] for row in held_out["regret"]}
+    assert held_out["in_sample"] is False
+    assert prices["always_remote"] == pytest.approx(0.4 - 0.2 / 4)
+    assert ppd("table", "export", table, "--to", "dynamo", "--fresh", table).exit_code == 2

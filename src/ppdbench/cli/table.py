@@ -77,11 +77,21 @@ def diff(
     from ppdbench.table.compare import diff as compare
     from ppdbench.table.schema import load_table
 
-    document = _difference(compare(load_table(first), load_table(second)))
+    tables = load_table(first), load_table(second)
+    document = _difference(compare(*tables))
+    for path, table in zip((first, second), tables, strict=True):
+        _say_simulated(table, f"{path}: ")
     if json:
         show_json(document)
     else:
         _show_difference(document)
+
+
+def _say_simulated(table: Table, where: str = "") -> None:
+    from ppdbench.table.schema import SIMULATED_NOTICE
+
+    if table.simulated:
+        say(where + SIMULATED_NOTICE)
 
 
 def _difference(found: Difference) -> dict[str, Any]:
@@ -160,6 +170,7 @@ def reweight(
     changes = {name: value for name, value in given.items() if value is not None}
     other = weigh(table, replace(table.rule, **changes))
     save_table(other, output)
+    _say_simulated(other)
     say(f"the table is {output}")
     _show_counts(summary(other), json=json)
 
@@ -189,6 +200,12 @@ def export(
     profile: str | None = typer.Option(
         None, help="vllm-router: the profile your engines report; ppd by default."
     ),
+    fresh: Path | None = typer.Option(
+        None,
+        "--fresh",
+        metavar="TABLE",
+        help="A table of other runs: its figures score the choices, so nothing is in-sample.",
+    ),
     json: bool = JSON,
     debug: bool = DEBUG,  # noqa: ARG001
 ) -> None:
@@ -197,14 +214,17 @@ def export(
 
     from ppdbench.table.export import VllmRouterOptions
     from ppdbench.table.export import export as make
-    from ppdbench.table.regret import regrets
+    from ppdbench.table.regret import held_out, regrets
     from ppdbench.table.schema import load_table
 
     table = load_table(path)
     given = {"profile": profile, "rate_per_s": rate, "tpot_limit_s": tpot_limit}
     options = {name: value for name, value in given.items() if value is not None}
     made = make(table, to, VllmRouterOptions(**options) if options else None)  # type: ignore[arg-type]
-    report = [made.regret, *(r for r in regrets(table) if r.policy != made.regret.policy)]
+    if fresh:
+        report = held_out(table, load_table(fresh))
+    else:
+        report = [made.regret, *(r for r in regrets(table) if r.policy != made.regret.policy)]
     if output:
         _write(output, made.text)
     if json:
@@ -214,6 +234,7 @@ def export(
                 "export": made.text,
                 "notes": list(made.notes),
                 "regret": [asdict(regret) for regret in report],
+                "in_sample": fresh is None,
                 "simulated": table.simulated,
             }
         )
@@ -222,6 +243,8 @@ def export(
         show(made.text.rstrip())
     for note in made.notes:
         say(f"note: {note}")
+    if fresh is None:
+        say("note: in-sample: the figures that chose also score; --fresh takes those of other runs")
     _show_regret(table, report)
 
 
@@ -271,6 +294,7 @@ def plan(
     from ppdbench.table.schema import load_table
 
     table = load_table(path)
+    _say_simulated(table)
     base = _base_of(table, base)
     source = grid or _grid_of(table)
     known = load_grid(source)

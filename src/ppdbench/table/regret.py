@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ppdbench.table.schema import Cell, Table
+from ppdbench.core.decision import Features, Route
+from ppdbench.core.errors import UsageError
+from ppdbench.table.lookup import Lookup
+from ppdbench.table.schema import AXES, Cell, Table
 from ppdbench.table.score import Choice, Rule, Side, Status, Verdict, deltas, score
 
 IsLocal = Callable[[Cell], bool]
@@ -56,22 +59,66 @@ class _Scored:
 
 
 def regrets(table: Table) -> list[Regret]:
-    """Every policy of the report, in a fixed order; replicas only where a run measured them."""
-    dynamo = DYNAMO_DEFAULT
-    found = [
-        of_policy(table, "always_local", lambda _: True),
-        of_policy(table, "always_remote", lambda _: False),
-        best_threshold(table),
-        of_policy(
-            table,
-            f"threshold_{FIELD_THRESHOLD}",
-            threshold(FIELD_THRESHOLD),
-            max_new_tokens=FIELD_THRESHOLD,
-        ),
-        best_two(table),
-        of_policy(table, "dynamo_default", two(*dynamo), **_named(dynamo)),
+    """Every policy of the report, in a fixed order; replicas only where a run measured them.
+
+    In-sample: the table and the best limits were chosen by the same figures that score them here,
+    which flatters the table most, because it has the most freedom. See :func:`held_out`.
+    """
+    return _report(table, best_threshold(table), best_two(table), None)
+
+
+def held_out(table: Table, fresh: Table) -> list[Regret]:
+    """The choices of ``table`` and its best limits, scored by the figures of other runs.
+
+    ``table_refit`` is what ``fresh`` would have chosen for itself: as much as it is below 0, an
+    in-sample score flatters.
+
+    Raises:
+        UsageError: tables of another rule or topology, or with a run in common.
+    """
+    _check_apart(table, fresh)
+    decide = Lookup(table).decide
+
+    def table_picks(cell: Cell) -> bool:
+        place = cell.centre
+        features = Features(2, *(place[axis] for axis in AXES))  # type: ignore[arg-type]
+        return decide(features).route is Route.LOCAL
+
+    pick_of = {one.cell.key: one.local for one in _measured(fresh, None)}
+    report = _report(fresh, best_threshold(table), best_two(table), table_picks)
+    refit = of_policy(
+        fresh, "table_refit", lambda c: pick_of.get(c.key, table_picks(c)), table_picks
+    )
+    return [refit, *report]
+
+
+def _check_apart(table: Table, fresh: Table) -> None:
+    runs = [{run["digest"] for run in t.provenance.get("runs", ())} for t in (table, fresh)]
+    if runs[0] & runs[1]:
+        raise UsageError("both tables hold the same run; measure again with another --seed")
+    rules = [(t.rule.w_ttft, t.rule.w_tpot, t.rule.stat, t.rule.slo) for t in (table, fresh)]
+    if rules[0] != rules[1] or table.topologies != fresh.topologies:
+        raise UsageError(
+            "the two tables differ in base, weights, statistic or limits, so that S is not the "
+            "same in both; build the second as the first"
+        )
+
+
+def _report(
+    table: Table, one_limit: Regret, two_limits: Regret, table_picks: IsLocal | None
+) -> list[Regret]:
+    limit, pair = one_limit.setting, tuple(two_limits.setting.values())
+    dynamo, field = DYNAMO_DEFAULT, FIELD_THRESHOLD
+    policies: list[tuple[str, IsLocal, dict[str, float]]] = [
+        ("always_local", lambda _: True, {}),
+        ("always_remote", lambda _: False, {}),
+        (one_limit.policy, threshold(*limit.values()), limit),
+        (f"threshold_{field}", threshold(field), {"max_new_tokens": field}),
+        (two_limits.policy, two(*pair), two_limits.setting),
+        ("dynamo_default", two(*dynamo), _named(dynamo)),
     ]
-    replicas = of_replicas(table)
+    found = [of_policy(table, name, pick, table_picks, **s) for name, pick, s in policies]
+    replicas = of_replicas(table, table_picks)
     return [*found, replicas] if replicas else found
 
 
@@ -105,7 +152,7 @@ def best_two(table: Table) -> Regret:
     new = {cell.centre["new_tokens"] for cell in table.cells}
     ratios = {_ratio(cell) for cell in table.cells}
     tried = [
-        of_policy(table, "best_dynamo", two(*pair), **_named(pair))
+        of_policy(table, "best_dynamo", two(*pair), None, **_named(pair))
         for pair in ((n, r) for n in between(new) for r in [*between(ratios)[:-1], 1.0])
     ]
     return min(reversed(tried), key=lambda regret: regret.mean_with_failures)
@@ -126,9 +173,18 @@ def _named(pair: tuple[float, float]) -> dict[str, float]:
     return {"eff_isl_threshold": pair[0], "eff_isl_ratio_threshold": pair[1]}
 
 
-def of_policy(table: Table, name: str, is_local: IsLocal, **setting: float) -> Regret:
-    """Over measured cells; one-sided ones only count wrong picks."""
-    scored = list(_measured(table))
+def of_policy(
+    table: Table,
+    name: str,
+    is_local: IsLocal,
+    table_picks: IsLocal | None = None,
+    **setting: float,
+) -> Regret:
+    """Over measured cells; one-sided ones only count wrong picks.
+
+    ``table_picks`` are the choices to lose against, the table's own when left out.
+    """
+    scored = list(_measured(table, table_picks))
     lost = [one.worth - ((one.verdict.s or 0.0) if is_local(one.cell) else 0.0) for one in scored]
     agree = [is_local(one.cell) == one.local for one in scored]
     wrong = sum(
@@ -139,11 +195,11 @@ def of_policy(table: Table, name: str, is_local: IsLocal, **setting: float) -> R
     return _regret(name, dict(setting), lost, _failed(table, wrong), sum(agree))
 
 
-def of_replicas(table: Table) -> Regret | None:
+def of_replicas(table: Table, table_picks: IsLocal | None = None) -> Regret | None:
     """Sticky replicas of as many nodes, scored against remote as local is."""
     lost: list[float] = []
     failed = 0
-    for one in _measured(table):
+    for one in _measured(table, table_picks):
         s = replica_score(one.cell, table.rule)
         if s is not None:
             lost.append(one.worth - s)
@@ -171,11 +227,12 @@ def _difference(one: Side, other: Side) -> float | None:
     return one.meets_slo - other.meets_slo
 
 
-def _measured(table: Table) -> Iterable[_Scored]:
+def _measured(table: Table, table_picks: IsLocal | None) -> Iterable[_Scored]:
     for cell, verdict in zip(table.cells, table.verdicts, strict=True):
         if verdict.status is Status.MEASURED:
             choice = table.rule.undecided if verdict.choice is Choice.UNDECIDED else verdict.choice
-            yield _Scored(cell, verdict, choice is Choice.LOCAL)
+            local = table_picks(cell) if table_picks else choice is Choice.LOCAL
+            yield _Scored(cell, verdict, local)
 
 
 def _regret(

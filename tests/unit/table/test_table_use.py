@@ -6,6 +6,7 @@ import json
 import tomllib
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from ppdbench.core.errors import UsageError
@@ -16,7 +17,7 @@ from ppdbench.table.export import export, non_cached_tokens, picks_local
 from ppdbench.table.fill import fill, reweight
 from ppdbench.table.lookup import Lookup
 from ppdbench.table.plan import expected_loss, worths
-from ppdbench.table.regret import between, of_policy, regrets, threshold, two
+from ppdbench.table.regret import between, held_out, of_policy, regrets, threshold, two
 from ppdbench.table.schema import counts
 from ppdbench.table.score import Choice, Rule
 
@@ -179,6 +180,36 @@ def test_replicas_that_beat_both_routes_have_a_negative_price():
     assert found["sticky_4R"].mean_s_lost == pytest.approx((0.5 * 3) / 4 - 0.9)
     assert found["sticky_4R"].agree is None
     assert "sticky_4R" not in priced(table_of(cell()))
+
+
+def noisy_tables(*seeds):
+    """Per seed the same cells, whose true S is 0, measured with noise: there is nothing to gain."""
+    for seed in seeds:
+        gains = np.random.default_rng(seed).normal(0, 0.1, 200)
+        runs = [{"backend": "vllm", "digest": f"sha256:{seed}"}]
+        cells = (cell(new=16 + n, gain=g) for n, g in enumerate(gains.tolist()))
+        yield table_of(*cells, provenance={"backend": "vllm", "runs": runs})
+
+
+def test_noise_is_worth_something_in_sample_and_nothing_held_out():
+    """A table that chose by noise must not be praised by the same noise."""
+    first, second = noisy_tables(1, 2)
+    fresh = {regret.policy: regret for regret in held_out(first, second)}
+
+    assert priced(first)["always_remote"].mean_s_lost > 0.03
+    assert abs(fresh["always_remote"].mean_s_lost) < 0.015
+    assert fresh["table_refit"].mean_s_lost < -0.03
+    assert fresh["best_threshold"].setting == priced(first)["best_threshold"].setting
+
+
+def test_held_out_figures_come_from_other_runs_under_the_same_rule():
+    """Anything else would be in-sample again, or another S."""
+    first, second = noisy_tables(1, 2)
+
+    with pytest.raises(UsageError, match="same run"):
+        held_out(first, first)
+    with pytest.raises(UsageError, match="weights"):
+        held_out(first, reweight(second, Rule(w_tpot=2.0)))
 
 
 def test_picking_a_route_that_failed_is_counted_not_scored():
