@@ -99,13 +99,26 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(tmp_path, name, content, s
 
 
 def test_the_dry_run_of_the_papers_grid_lists_its_points(tmp_path):
-    """3,060 points and a forecast, before anything runs."""
+    """3,060 points, each of them, and a forecast, before anything runs."""
     done = ppd("sweep", "--grid", "paper-synthetic", "--dry-run", "--json", cache=tmp_path)
     plan = json.loads(done.stdout)
 
     assert done.exit_code == 0, done.stderr
-    assert plan["points"] == 3060
+    assert plan["points"] == len(set(map(str, plan["points_list"]))) == 3060
+    assert plan["points_list"][0] == {
+        "topology": "4R", "policy": "roles", "workload": "small_tiny", "rate_per_s": 0.5,
+        "repeat": 0,
+    }  # fmt: skip
     assert plan["expected_s"] > 0
+
+
+def test_a_dry_run_as_text_prints_each_point_and_then_the_sum(tmp_path):
+    """One line per point; the last line has their number and the duration."""
+    lines = ppd("sweep", "--grid", "smoke", "--dry-run", cache=tmp_path).stdout.splitlines()
+
+    assert lines[0] == "2P_2D remote small_mid_bal 2 repeat 0"
+    assert len(set(lines[:-1])) == 20
+    assert lines[-1].startswith("20 points, about ")
 
 
 def test_a_dry_run_over_the_hub_needs_no_network(tmp_path):
@@ -116,6 +129,52 @@ def test_a_dry_run_over_the_hub_needs_no_network(tmp_path):
     )  # fmt: skip
 
     assert json.loads(done.stdout)["points"] == 189
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("chats.parquet", "would replace its own source"),
+        ("chats.json", "name of a .parquet file"),
+        ("folder.parquet", "name of a .parquet file"),
+        ("chats.json/w.parquet", "cannot be written"),
+    ],
+)
+def test_prepare_never_harms_its_source_nor_writes_what_it_cannot_read(tmp_path, out, said):
+    """Exit code 2 and one sentence; every file is as it was."""
+    (tmp_path / "chats.json").write_bytes(orjson.dumps(CHATS))
+    (tmp_path / "folder.parquet").mkdir()
+    ppd("workload", "prepare", tmp_path / "chats.json", "-o", tmp_path / "chats.parquet",
+        cache=tmp_path / "c")  # fmt: skip
+    before = {path: path.read_bytes() for path in tmp_path.glob("chats.*")}
+    source = tmp_path / ("chats.parquet" if out == "chats.parquet" else "chats.json")
+
+    done = ppd("workload", "prepare", source, "-o", tmp_path / out, cache=tmp_path / "c")
+
+    assert (done.exit_code, said in done.stderr) == (2, True), done.stderr
+    assert {path: path.read_bytes() for path in tmp_path.glob("chats.*")} == before
+
+
+@pytest.mark.parametrize("figure", ["w.pdf", "w", "folder.png", "chats.json/w.png"])
+def test_a_figure_that_cannot_be_is_refused(tmp_path, figure):
+    """A wrong ending, a folder and a place that cannot be written: exit code 2, one sentence."""
+    (tmp_path / "chats.json").write_bytes(orjson.dumps(CHATS))
+    (tmp_path / "folder.png").mkdir()
+
+    done = ppd("workload", "show", tmp_path / "chats.json", "--no-tokens", "--plot",
+               tmp_path / figure, cache=tmp_path / "c")  # fmt: skip
+
+    assert (done.exit_code, "--plot" in done.stderr) == (2, True), done.stderr
+    assert done.stdout == ""
+
+
+def test_a_cache_folder_that_cannot_be_is_one_sentence(tmp_path):
+    """A file stands where the cache should be: exit code 2."""
+    (tmp_path / "chats.json").write_bytes(orjson.dumps(CHATS))
+
+    done = ppd("workload", "show", tmp_path / "chats.json", cache=tmp_path / "chats.json")
+
+    assert (done.exit_code, "cannot be written" in done.stderr) == (2, True), done.stderr
 
 
 @pytest.mark.slow

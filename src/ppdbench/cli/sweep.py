@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,7 +31,7 @@ def sweep(
         bool, typer.Option("--resume", help="Measure what is missing of the run in -o.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say how many points and about how long; run none.")
+        bool, typer.Option("--dry-run", help="List the points and say about how long; run none.")
     ] = False,
     stop_width: Annotated[
         float | None,
@@ -170,12 +170,24 @@ def _run(backend: Backend, folder: Path, stop_width: float | None, *, resume: bo
 
 
 def _show_plan(backend: Backend, *, as_json: bool) -> None:
+    """``points`` is their number, as in a finished sweep; ``points_list`` is each of them."""
+    from dataclasses import asdict
+
     keys = backend.measuring.grid.points()
-    plan = {"points": len(keys), "expected_s": round(backend.expected_s(keys), 1)}
+    expected_s = round(backend.expected_s(keys), 1)
+    listed = [asdict(key) for key in keys]
     if as_json:
-        show_json(plan)
-    else:
-        show(f"{plan['points']} points, about {plan['expected_s']:g} s")
+        show_json({"points": len(keys), "expected_s": expected_s, "points_list": listed})
+        return
+    show("\n".join(map(_point_line, listed)))
+    show(f"{len(keys)} points, about {expected_s:g} s")
+
+
+def _point_line(point: dict[str, Any]) -> str:
+    return (
+        f"{point['topology']} {point['policy']} {point['workload']} "
+        f"{point['rate_per_s']:g} repeat {point['repeat']}"
+    )
 
 
 def _show_result(result: SweepResult, *, as_json: bool) -> None:

@@ -91,6 +91,8 @@ def show_workload(
     """
     from ppdbench.workload.select import Selection
 
+    if plot is not None:
+        _check_figure(plot)
     selection = Selection(
         min_turns, max_turns, max_input, max_output, max_context, tuple(languages or ()),
         tuple(models or ()), drop_toxic, drop_redacted, sample, seed,
@@ -221,8 +223,16 @@ def _warn_of_cut(source: str, account: Account) -> None:
         )
 
 
+def _check_figure(path: Path) -> None:
+    """Before anything is read and counted."""
+    from ppdbench.core.errors import UsageError
+
+    if path.suffix != ".png" or path.is_dir():
+        raise UsageError(f"--plot {str(path)!r}: expected the name of a .png file")
+
+
 def _draw(shape: Shape, source: str, path: Path, *, with_tokens: bool) -> None:
-    from ppdbench.core.errors import NothingUsableError
+    from ppdbench.core.errors import NothingUsableError, UsageError
     from ppdbench.plots import style
     from ppdbench.plots.workload_figure import workload_figure
 
@@ -235,8 +245,15 @@ def _draw(shape: Shape, source: str, path: Path, *, with_tokens: bool) -> None:
             "output tokens per turn": shape.output_tokens,
             "context tokens before the turn": shape.context_tokens,
         }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    style.save(workload_figure(columns, f"{source}: {len(shape.turns)} conversations"), path)
+    figure = workload_figure(columns, f"{source}: {len(shape.turns)} conversations")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        style.save(figure, path)
+    except OSError as error:
+        raise UsageError(
+            f"--plot {str(path)!r} cannot be written ({error}); name a file in a folder that "
+            "you may write to"
+        ) from error
 
 
 def _as_text(document: dict[str, Any]) -> str:

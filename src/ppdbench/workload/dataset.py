@@ -117,6 +117,7 @@ def prepare_into(
 ) -> Prepared:
     """Write what ``selection`` leaves of SRC to ``path``, from the kept form where there is one."""
     source = find_source(name)
+    _check_out(path, source)
     given = _given_prepared(source, tokenizer_source)
     tokenizer = load_tokenizer(tokenizer_source)
     if given is None:
@@ -128,6 +129,19 @@ def prepare_into(
     chats = select(read_prepared(given.path, content=True), selection, account)
     origin = replace(given.info.origin, selection=selection.to_json())
     return Prepared(path, write_prepared(path, chats, account, origin, report))
+
+
+def _check_out(path: Path, source: Source) -> None:
+    """The output must be readable as a source later, and must not be the source itself."""
+    if path.suffix != ".parquet" or path.is_dir():
+        raise WorkloadError(
+            f"prepared workload {str(path)!r}: expected the name of a .parquet file, because "
+            "that is how it is known when it is read"
+        )
+    if path.exists() and any(path.samefile(given) for given in source.paths):
+        raise WorkloadError(
+            f"prepared workload {str(path)!r} would replace its own source; name another file"
+        )
 
 
 def _kept_path(source: Source, tokenizer: Tokenizer, selection: Selection) -> Path:

@@ -99,14 +99,19 @@ def write_prepared(
     ``account`` is read after the last chat, when it is final. ``report`` is told the number of
     chats so far, a thousand at a time.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         info = _write(temporary, _reported(chats, report), account, origin)
         _sync(temporary)
         temporary.replace(path)
+    except OSError as error:
+        raise WorkloadError(
+            f"prepared workload {str(path)!r} cannot be written ({error}); name a file in a "
+            "folder that you may write to (the kept form lies in PPD_CACHE)"
+        ) from error
     finally:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             temporary.unlink()
     return info
 
