@@ -123,3 +123,64 @@ def test_a_grid_digest_covers_what_is_said_not_how(tmp_path):
 
     assert load_grid(write(tmp_path, "# note\n" + GRID)).digest == digest
     assert load_grid(write(tmp_path, GRID.replace("20", "21"))).digest != digest
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("rates_per_s = [1, 4]", "rates_per_s = [1e-9]"), "expected 0.01 to 1e+07 in a point"),
+        (("duration_s = 20", "duration_s = 1e300"), "expected 0.01 to 1e+07 in a point"),
+        (("[[arm]]", '[arrivals]\nprocess = "gamma"\ncv = 1e200\n[[arm]]'), "variation of 1e+200"),
+        (
+            ("turns = [[1024, 64], [32, 16]]", 'source = "x"\nmin_turns = 3\nmax_turns = 2'),
+            "at least 3 and at most 2",
+        ),
+    ],
+)
+def test_what_no_point_can_hold_is_refused_before_the_run(tmp_path, change, said):
+    """A draw that would never end or never fit, and limits that no conversation passes."""
+    with pytest.raises(WorkloadError) as caught:
+        load_grid(write(tmp_path, GRID.replace(*change)))
+
+    assert said in str(caught.value)
+
+
+TRACE = GRID.replace("rates_per_s = [1, 4]\n", "").replace(
+    "[[arm]]", '[arrivals]\nprocess = "trace"\nfile = "times.txt"\n[[arm]]'
+)
+
+
+def test_a_trace_that_begins_after_the_duration_is_refused(tmp_path):
+    """Otherwise the point would have no conversation."""
+    (tmp_path / "times.txt").write_text("30\n31\n")
+
+    with pytest.raises(WorkloadError, match="the trace begins at 30 s"):
+        load_grid(write(tmp_path, TRACE))
+
+
+DRAWN = GRID.replace(
+    "turns = [[1024, 64], [32, 16]]",
+    '[workload.draw]\nturns = 2\nnew_tokens = { file = "times.txt" }\noutput_tokens = 8',
+)
+
+
+@pytest.mark.parametrize("text", [TRACE, DRAWN], ids=["trace", "lengths"])
+def test_digests_cover_the_files_that_a_grid_names(tmp_path, text):
+    """A changed trace or file of lengths is another grid and another workload."""
+    digests = set()
+    for times in ("5\n6\n", "5\n7\n"):
+        (tmp_path / "times.txt").write_text(times)
+        grid = load_grid(write(tmp_path, text))
+        digests |= {grid.digest, grid.workload_digest("two")}
+
+    assert len(digests) == 4
+
+
+def test_a_folder_may_have_an_at_sign_in_its_name(tmp_path):
+    """What follows the last @ is a variant only where the whole is no file."""
+    folder = tmp_path / "me@home"
+    folder.mkdir()
+    variants = GRID.replace("[[arm]]", '[variant.slow]\nlink = "eth_100g"\n[[arm]]')
+
+    assert load_grid(write(folder, GRID)).name == "g"
+    assert load_grid(write(folder, variants) + "@slow").settings == {"link": "eth_100g"}

@@ -21,6 +21,7 @@ from ppdbench.runs.points import PointKey
 from ppdbench.workload.arrivals import ArrivalProcess, arrival_times, expected_arrivals
 from ppdbench.workload.content import TextMaker
 from ppdbench.workload.dataset import RecordedTurns, prepare
+from ppdbench.workload.synthetic import DrawnTurns
 from ppdbench.workload.tokens import DEFAULT, load_tokenizer
 
 
@@ -62,8 +63,9 @@ class Grid:
 
     @cached_property
     def digest(self) -> str:
-        """Of what the file says, not of how it is laid out."""
-        return _digest(self.document)
+        """Of what the file and those it names say, not of how they are laid out."""
+        beside = {name: read for name in self.workloads if (read := self._read_beside(name))}
+        return _digest({**self.document, "read": beside} if beside else self.document)
 
     def workload_digest(self, name: str) -> str:
         """Of the workload's entry, arrivals, pauses, ``[engine]``, and the data it draws from.
@@ -75,7 +77,15 @@ class Grid:
         shared = {key: self.document.get(key) for key in whole_grid}
         workload = self.workloads[name]
         data = workload.prepared.info.digest if isinstance(workload, RecordedTurns) else None
-        return _digest({"entry": entry, "shared": shared, "data": data})
+        beside = self._read_beside(name)
+        read = {"read": beside} if beside else {}
+        return _digest({"entry": entry, "shared": shared, "data": data, **read})
+
+    def _read_beside(self, name: str) -> dict[str, Any]:
+        """What a workload takes from files that the grid names by path alone."""
+        workload = self.workloads[name]
+        lengths = workload.observed if isinstance(workload, DrawnTurns) else {}
+        return lengths | ({"trace": self.arrivals.times_s} if self.arrivals.times_s else {})
 
     def points(self) -> list[PointKey]:
         """Arms in file order, then workload, rate, repeat."""
@@ -199,7 +209,7 @@ def load_grid(name_or_path: str) -> Grid:
     Raises:
         WorkloadError: no such grid, not TOML, an unknown key, or a value that cannot be honoured.
     """
-    name, _, variant = name_or_path.partition("@")
+    name, variant = _name_and_variant(name_or_path)
     path = find_grid(name)
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -208,6 +218,14 @@ def load_grid(name_or_path: str) -> Grid:
             f"grid {str(path)!r} is no TOML file ({error}); docs/workloads.md has an example"
         ) from error
     return _grid(path, read_tables(path, document, variant))
+
+
+def _name_and_variant(name_or_path: str) -> tuple[str, str]:
+    """Folders may have an ``@`` in their names, too."""
+    if Path(name_or_path).expanduser().is_file() or "@" not in name_or_path:
+        return name_or_path, ""
+    name, _, variant = name_or_path.rpartition("@")
+    return name, variant
 
 
 def _grid(path: Path, tables: GridTables) -> Grid:

@@ -16,6 +16,12 @@ from ppdbench.workload.arrivals import PROCESSES, ArrivalProcess, read_trace
 from ppdbench.workload.dataset import RecordedTurns
 from ppdbench.workload.think import ThinkTime
 
+LEAST_EXPECTED, MOST_EXPECTED = 0.01, 1e7
+"""Conversations in a point: fewer and nearly every draw is empty, more and no memory holds them."""
+
+LEAST_CV, MOST_CV = 0.001, 100.0
+"""Of gamma gaps; beyond, their shape leaves what a float can draw."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arm:
@@ -68,6 +74,8 @@ def read_tables(path: Path, document: Mapping[str, Any], variant: str) -> GridTa
     )
     top.close()
     _check_replies(top, tables)
+    if arrivals.process not in ("trace", "closed"):
+        _check_sizes(top, rates_per_s, tables.duration_s)
     return tables
 
 
@@ -149,7 +157,22 @@ def _duration(top: Table, duration_s: float | None, arrivals: ArrivalProcess) ->
         return math.inf
     if duration_s is None or not 0 < duration_s < math.inf:
         raise top.error("duration_s", f"is {duration_s!r}; expected seconds of arrivals, above 0")
+    if arrivals.times_s and arrivals.times_s[0] >= duration_s:
+        raise top.error(
+            "duration_s", f"is {duration_s!r}, but the trace begins at {arrivals.times_s[0]:g} s"
+        )
     return float(duration_s)
+
+
+def _check_sizes(top: Table, rates_per_s: tuple[float, ...], duration_s: float) -> None:
+    """A point needs a conversation and has to fit into memory."""
+    for rate in rates_per_s:
+        if not LEAST_EXPECTED <= rate * duration_s <= MOST_EXPECTED:
+            raise top.error(
+                "duration_s",
+                f"× {rate:g} conversations per second is {rate * duration_s:g} conversations; "
+                f"expected {LEAST_EXPECTED:g} to {MOST_EXPECTED:g} in a point",
+            )
 
 
 def _arrivals(table: Table, path: Path) -> ArrivalProcess:
@@ -176,8 +199,11 @@ def _gamma_cv(table: Table) -> float:
     if (cv is None) == (burstiness is None):
         raise table.error("cv", "or `burstiness` must be given, exactly one of them")
     value = float(cv if cv is not None else burstiness**-0.5 if burstiness > 0 else -1)
-    if not 0 < value < math.inf:
-        raise table.error("cv" if cv is not None else "burstiness", "must be above 0")
+    if not LEAST_CV <= value <= MOST_CV:
+        raise table.error(
+            "cv" if cv is not None else "burstiness",
+            f"gives gaps a variation of {value:g}; expected {LEAST_CV:g} to {MOST_CV:g}",
+        )
     return value
 
 

@@ -36,6 +36,13 @@ class Selection:
     sample: int | None = None
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.max_turns is not None and self.max_turns < self.min_turns:
+            raise WorkloadError(
+                f"at least {self.min_turns} and at most {self.max_turns} turns were asked for; "
+                "no conversation is both, so lower the minimum or raise the maximum"
+            )
+
     @property
     def needs_tokens(self) -> bool:
         limits = (self.max_input_tokens, self.max_output_tokens, self.max_context_tokens)

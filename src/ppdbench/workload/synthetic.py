@@ -85,6 +85,17 @@ class DrawnTurns:
     def mean_output_tokens(self) -> float:
         return self.turns.mean * self.output_tokens.mean
 
+    @property
+    def observed(self) -> dict[str, tuple[int, ...]]:
+        """The lengths that were read from files, by what they are for."""
+        drawn = {
+            "turns": self.turns,
+            "first_tokens": self.first_tokens,
+            "new_tokens": self.new_tokens,
+            "output_tokens": self.output_tokens,
+        }
+        return {name: some.values for name, some in drawn.items() if some and some.values}
+
     def conversations(self, n: int, prefix: str, rng: np.random.Generator) -> list[Conversation]:
         counts = self.turns.draw(n, rng)
         starts = np.concatenate([[0], np.cumsum(counts)])
