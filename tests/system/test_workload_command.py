@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ppdbench.cli.app import app
+from ppdbench.experiments.grid import find_grid
 
 CHATS = [
     {
@@ -129,6 +130,20 @@ def test_a_dry_run_over_the_hub_needs_no_network(tmp_path):
     )  # fmt: skip
 
     assert json.loads(done.stdout)["points"] == 189
+
+
+@pytest.mark.parametrize("policy", ["nope", "table:no-such.json"])
+def test_a_policy_that_is_none_is_found_before_the_run(tmp_path, policy):
+    """Exit code 2 for dry runs and real ones, and no run folder is left that cannot be resumed."""
+    text = find_grid("smoke").read_text().replace('"pull"', f'"{policy}"')
+    (tmp_path / "g.toml").write_text(text)
+    for more in (["--dry-run"], []):
+        done = ppd("sweep", "--grid", tmp_path / "g.toml", "-o", tmp_path / "run", *more,
+                   cache=tmp_path)  # fmt: skip
+
+        assert done.exit_code == 2
+        assert policy.removeprefix("table:") in done.stderr
+        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from ppdbench.experiments.clusters import Attaching, ClusterSource, Launching
 from ppdbench.experiments.grid import Grid, load_grid
 from ppdbench.experiments.live import LiveBackend, LiveOptions
 from ppdbench.experiments.measuring import Measuring
+from ppdbench.experiments.policies import check_policies
 from ppdbench.experiments.workers import available_cores
 from ppdbench.runs.aggregate import Limits
 from ppdbench.sim.calibrated import read_calibration
@@ -56,6 +57,7 @@ def choose_backend(
             f"unknown backend {choice.backend!r}; known backends: {', '.join(BACKENDS)}"
         )
     grid = load_grid(choice.grid)
+    check_policies(grid.points())
     if choice.backend == "sim":
         return _simulated(choice, grid)
     source = _source(choice, grid, logs, say)
