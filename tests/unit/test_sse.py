@@ -187,6 +187,15 @@ def test_an_error_event_is_a_failure_with_the_servers_words():
     assert reply.error == "the server reported: out of blocks"
 
 
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_that_the_engine_gave_up_is_a_failure(reason):
+    """An aborted request ends with HTTP 200, tokens, a finish reason and [DONE] all the same."""
+    reply = read(chunk(text="a"), chunk(text="b", finish_reason=reason))
+
+    assert not reply.ended
+    assert repr(reason) in reply.error
+
+
 def test_nonsense_in_an_event_is_a_failure_not_an_exception():
     """A proxy's HTML in the middle of a stream must not end the run."""
     reply = Reply()

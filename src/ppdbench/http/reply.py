@@ -14,6 +14,8 @@ import orjson
 from ppdbench.http.sse import SseParser
 
 DONE = b"[DONE]"
+_CUT_SHORT = ("abort", "error")
+"""Finish reasons of answers that the engine gave up: they come with HTTP 200 and ``[DONE]``."""
 _TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "refusal")
 
 
@@ -124,7 +126,7 @@ class Reply:
         if answer:
             self.text.append(answer)
         if choice.get("finish_reason") is not None:
-            self.finish_reason = choice["finish_reason"]
+            self._take_finish(choice["finish_reason"])
         if choice.get("prompt_token_ids"):
             self.prompt_token_ids = choice["prompt_token_ids"]
         carries = bool(ids or answer or (delta is not None and _carries_tokens(delta)))
@@ -132,6 +134,11 @@ class Reply:
             self._take_tokens(ids, counted, at_s)
             if answer and self.answer_at_s is None:
                 self.answer_at_s = at_s
+
+    def _take_finish(self, reason: str) -> None:
+        self.finish_reason = reason
+        if reason in _CUT_SHORT:
+            self.error = f"the engine cut the answer short (finish reason {reason!r})"
 
     def _take_tokens(self, ids: list[int] | None, counted: int | None, at_s: float) -> None:
         if self.first_token_at_s is None:
