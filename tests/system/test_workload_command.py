@@ -170,6 +170,19 @@ def test_prepare_never_harms_its_source_nor_writes_what_it_cannot_read(tmp_path,
     assert {path: path.read_bytes() for path in tmp_path.glob("chats.*")} == before
 
 
+def test_a_prepared_file_is_no_source_of_raw_conversations(tmp_path):
+    """--no-tokens on one says what it is; an empty name is not the current folder."""
+    (tmp_path / "chats.json").write_bytes(orjson.dumps(CHATS))
+    prepared = tmp_path / "w.parquet"
+    ppd("workload", "prepare", tmp_path / "chats.json", "-o", prepared, cache=tmp_path / "c")
+
+    raw = ppd("workload", "show", prepared, "--no-tokens", cache=tmp_path / "c")
+    empty = ppd("workload", "show", "", "--no-tokens", cache=tmp_path / "c")
+
+    assert (raw.exit_code, "is a prepared file" in raw.stderr) == (2, True), raw.stderr
+    assert (empty.exit_code, "no such file" in empty.stderr) == (2, True), empty.stderr
+
+
 @pytest.mark.parametrize("figure", ["w.pdf", "w", "folder.png", "chats.json/w.png"])
 def test_a_figure_that_cannot_be_is_refused(tmp_path, figure):
     """A wrong ending, a folder and a place that cannot be written: exit code 2, one sentence."""

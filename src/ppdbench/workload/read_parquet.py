@@ -43,6 +43,11 @@ def _opened(path: Path) -> pq.ParquetFile:
 
 def _columns(path: Path, schema: pa.Schema) -> list[str]:
     listed = next((name for name in _LISTS if name in schema.names), None)
+    if listed is None and "texts" in schema.names:
+        raise WorkloadError(
+            f"dataset {str(path)!r} is a prepared file, whose tokens are counted already; name it "
+            "alone, and leave --no-tokens out"
+        )
     if listed is None:
         raise WorkloadError(
             f"dataset {str(path)!r} has no column `conversation`; it has "

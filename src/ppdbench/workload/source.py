@@ -51,7 +51,7 @@ def find_source(name: str) -> Source:
     if name == WILDCHAT:
         return Source(name, SourceKind.HUB, hub_name=WILDCHAT_HUB_NAME)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return Source(name, SourceKind.PARQUET, _shards(path))
     if path.is_file():
         return Source(name, _kind_of(path), (path,))
