@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import nan
+
 import pytest
 
 from ppdbench.core.errors import UsageError
@@ -80,7 +82,10 @@ def test_a_grid_that_was_asked_for_must_fit_whole():
         fitting_cells(plan(), Limits(batch=0), explicit=False)
 
 
-@pytest.mark.parametrize("changes", [{"batches": (0,)}, {"repeats": 0}, {"dose_rate_per_s": -1.0}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"batches": (0,)}, {"repeats": 0}, {"dose_rate_per_s": -1.0}, {"dose_rate_per_s": nan}],
+)
 def test_a_senseless_plan_is_refused(changes):
     """Counts below one and rates below zero are said at once."""
     with pytest.raises(UsageError):

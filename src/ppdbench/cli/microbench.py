@@ -42,11 +42,12 @@ class _Wanted:
 
     @property
     def explicit(self) -> bool:
-        return any((self.batch, self.context, self.new))
+        return any(asked is not None for asked in (self.batch, self.context, self.new))
 
 
 @command
 def microbench(
+    context_of: typer.Context,
     *,
     backend: Annotated[str, typer.Option(help="sim, vllm or attach.")] = "sim",
     protocol: Annotated[
@@ -110,7 +111,7 @@ def microbench(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,  # noqa: ARG001
 ) -> None:
     """Measure how much a full prefill and an append slow the decodes beside them."""
-    _check(backend, protocol, out)
+    _check(_typed(context_of), backend, protocol, out, calibrate)
     if calibrate is not None and source:
         _fit(source, calibrate, seed, max_error, as_json=as_json)
         return
@@ -132,15 +133,25 @@ def microbench(
         dose_output, tokens, load,
     )  # fmt: skip
     finished = _run(chosen, protocol, wanted, keep_records=keep_records, time_limit=time_limit)
+    _keep(finished, out)
     if calibrate is not None:
         finished.document["calibration"] = _fit_document(
             [finished.document], calibrate, seed, max_error
         )
-    _deliver(finished, out, as_json=as_json)
+    _show(finished, as_json=as_json)
 
 
-def _check(backend: str, protocol: str, out: Path | None) -> None:
+def _typed(context: typer.Context) -> set[str]:
+    """Names of the options that were given, whatever their value."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, found in sources.items() if found and found.name == "COMMANDLINE"}
+
+
+def _check(
+    typed: set[str], backend: str, protocol: str, out: Path | None, calibrate: Path | None
+) -> None:
     """Say before the run what would fail after it."""
+    from ppdbench.cli.microbench_options import refuse_contradictions, refuse_unwritable
     from ppdbench.core.errors import UsageError
     from ppdbench.experiments.microbench.results import refuse_existing
 
@@ -148,6 +159,9 @@ def _check(backend: str, protocol: str, out: Path | None) -> None:
         raise UsageError(f"backend {backend!r} is unknown; backends are {', '.join(BACKENDS)}")
     if protocol not in PROTOCOLS:
         raise UsageError(f"protocol {protocol!r} is unknown; protocols are {', '.join(PROTOCOLS)}")
+    refuse_contradictions(typed, backend=backend, protocol=protocol)
+    if calibrate is not None:
+        refuse_unwritable(calibrate)
     if out is not None:
         refuse_existing(out)
 
@@ -191,14 +205,9 @@ def _interference_plan(chosen: Chosen, wanted: _Wanted) -> InterferencePlan:
 
 
 def _attribution_plan(chosen: Chosen, wanted: _Wanted) -> AttributionPlan:
-    from ppdbench.core.errors import UsageError
     from ppdbench.experiments.microbench.attribution_run import AttributionPlan, default_batches
     from ppdbench.experiments.microbench.engines import no_cascade_switch
 
-    if wanted.context or wanted.new:
-        raise UsageError(
-            "--protocol paper fixes contexts and new tokens; leave out --context and --new"
-        )
     batches, control_batch = default_batches(_counts(wanted.batch, "batch"), cpu=chosen.is_cpu)
     return AttributionPlan(
         batches,
@@ -226,7 +235,9 @@ def _counts(text: str | None, name: str) -> tuple[int, ...]:
     from ppdbench.core.errors import UsageError
 
     try:
-        return tuple(dict.fromkeys(int(part) for part in text.split(","))) if text else ()
+        return (
+            tuple(dict.fromkeys(int(part) for part in text.split(","))) if text is not None else ()
+        )
     except ValueError:
         raise UsageError(f"--{name} {text!r}: whole numbers with commas, as in 1,4,16") from None
 
@@ -257,13 +268,18 @@ def _fit_document(
     return made.document()
 
 
-def _deliver(finished: Finished, out: Path | None, *, as_json: bool) -> None:
-    from ppdbench.cli.microbench_tables import show_document
+def _keep(finished: Finished, out: Path | None) -> None:
+    """Before any fit: a fit that is refused must not cost the measurement."""
     from ppdbench.experiments.microbench.results import write_result
 
     if out is not None:
         write_result(out, finished.manifest, finished.document, finished.records)
         say(f"result and raw tokens are in {out}; ppd plot {out} -o DIR draws them")
+
+
+def _show(finished: Finished, *, as_json: bool) -> None:
+    from ppdbench.cli.microbench_tables import show_document
+
     if as_json:
         show_json(finished.document)
     else:

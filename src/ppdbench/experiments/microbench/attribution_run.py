@@ -66,6 +66,13 @@ class AttributionPlan:
     seed: int = 0
     no_cascade_switch: str = ""
 
+    def __post_init__(self) -> None:
+        if min(self.batches) < 0 or self.control_batch < 1:
+            raise UsageError(
+                f"the published test needs a batch of decodes, as in --batch 0,200; got "
+                f"{self.batches}"
+            )
+
     def forms(self) -> list[Form]:
         """Every form that this engine can run."""
         chosen = [PUBLISHED, JANUARY, *CONTROLS]

@@ -72,6 +72,11 @@ class HandoffPlan:
                 f"prompts need at least 2 tokens and shares lie in [0, 1); got {self.tokens} and "
                 f"{self.shares}"
             )
+        if min(self.load_streams) < 0 or self.repeats < 1:
+            raise UsageError(
+                "decodes beside the hand-off are counts from 0 and repeats from 1; got "
+                f"{self.load_streams} and {self.repeats}"
+            )
 
     def prompts(self, block_tokens: int, limit: int | None) -> list[Prompt]:
         """Those that the context limit allows; cached parts are cut to whole blocks.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
+from math import inf
 
 from ppdbench.core.errors import UsageError
 from ppdbench.core.seeds import rng_for
@@ -95,8 +96,8 @@ class InterferencePlan:
                 f"0; got batches {self.batches}, contexts {self.contexts}, new {self.new_tokens}, "
                 f"repeats {self.repeats}, doses {self.doses}"
             )
-        if self.dose_rate_per_s is not None and self.dose_rate_per_s <= 0:
-            raise UsageError(f"a dose rate must be above 0 per s; got {self.dose_rate_per_s}")
+        if self.dose_rate_per_s is not None and not 0 < self.dose_rate_per_s < inf:
+            raise UsageError(f"a dose rate is a number above 0 per s; got {self.dose_rate_per_s}")
 
     @property
     def dose_span_tokens(self) -> int:

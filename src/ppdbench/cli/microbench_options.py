@@ -1,0 +1,90 @@
+"""Options of ``ppd microbench`` that contradict each other are said before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from ppdbench.core.errors import UsageError
+
+PROTOCOLS_OF = {
+    "batch": ("interference", "paper"),
+    "context": ("interference",),
+    "new": ("interference",),
+    "victim_context": ("interference",),
+    "shared_prefix": ("interference",),
+    "doses": ("interference",),
+    "dose_rate": ("interference",),
+    "dose_output": ("interference",),
+    "calibrate": ("interference",),
+    "tokens": ("handoff",),
+    "load": ("handoff",),
+}
+
+BACKENDS_OF = {
+    "gpu": ("sim",),
+    "keep_records": ("sim",),
+    "device": ("vllm",),
+    "gpus": ("vllm",),
+    "vllm": ("vllm",),
+    "engine_arg": ("vllm",),
+    "node": ("attach",),
+    "cluster": ("attach",),
+    "time_limit": ("vllm", "attach"),
+}
+
+WITH_SOURCE = frozenset({"calibrate", "source", "max_error", "seed", "as_json", "debug"})
+"""All that matters when nothing is measured."""
+
+SPELLED = {"source": "--from", "out": "-o"}
+
+
+def refuse_contradictions(typed: Collection[str], *, backend: str, protocol: str) -> None:
+    """An option that the chosen experiment would not read is not ignored.
+
+    Raises:
+        UsageError: naming the option and where it belongs.
+    """
+    for name in sorted({"source", "max_error"} & set(typed)):
+        if "calibrate" not in typed:
+            raise UsageError(f"{_spelled(name)} needs --calibrate FILE, where the fit goes")
+    if "source" in typed:
+        _refuse_beside_source(typed)
+        return
+    _refuse_elsewhere(typed, PROTOCOLS_OF, "protocol", protocol)
+    _refuse_elsewhere(typed, BACKENDS_OF, "backend", backend)
+
+
+def refuse_unwritable(path: Path) -> None:
+    """A calibration takes a file in a folder that is there.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+    if path.is_dir():
+        raise UsageError(f"--calibrate {path} is a folder; give the file to write")
+    if not path.parent.is_dir():
+        raise UsageError(f"--calibrate {path}: there is no folder {path.parent}; make it first")
+
+
+def _refuse_beside_source(typed: Collection[str]) -> None:
+    for name in sorted(set(typed) - WITH_SOURCE):
+        raise UsageError(
+            f"{_spelled(name)} says how to measure, and with --from nothing is measured; "
+            "leave one of them out"
+        )
+
+
+def _refuse_elsewhere(
+    typed: Collection[str], owners: Mapping[str, tuple[str, ...]], option: str, chosen: str
+) -> None:
+    for name in sorted(set(typed) & owners.keys()):
+        if chosen not in owners[name]:
+            raise UsageError(
+                f"{_spelled(name)} belongs to --{option} {' or '.join(owners[name])} and would "
+                f"do nothing with --{option} {chosen}; leave it out"
+            )
+
+
+def _spelled(name: str) -> str:
+    return SPELLED.get(name, "--" + name.replace("_", "-"))
