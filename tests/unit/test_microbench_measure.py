@@ -88,6 +88,16 @@ def test_a_row_pools_repeats_and_gives_an_interval():
     assert row["max_gap_s"] == pytest.approx(0.45)
 
 
+def test_a_client_that_got_no_time_gives_no_control():
+    """Quiet tokens that were all read at one instant have no pace to compare with."""
+    starved = victim(0.0)
+    starved[60:101] = starved[100]
+    starved[164:210] = starved[209]
+    cell = Cell(1, Dose(Kind.FULL, 0, 64))
+
+    assert effect_of(cell, 0, [starved], [injected(1.015)], QUIET) is None
+
+
 @pytest.mark.parametrize(
     ("kind", "cached", "verdict"),
     [(Kind.FULL, 0, True), (Kind.FULL, 16, False), (Kind.APPEND, 512, True),

@@ -190,3 +190,9 @@ def test_a_micro_benchmark_becomes_its_figures(protocol, figures, tmp_path):
 def test_figures_and_rows_agree_on_the_shares_of_gaps():
     """The figure's axis and the rows' curves are one list."""
     assert microbench_figures.ITL_SHARES == measure.ITL_SHARES
+
+
+def test_gaps_of_zero_have_no_place_on_a_log_axis():
+    """Two tokens that a starved client reads at once are 0 s apart; ticks leave them out."""
+    assert style.decade_ticks([0.0, 1.0, 8.0]) == style.decade_ticks([1.0, 8.0])
+    assert style.decade_ticks([0.0])[1] == style.decade_ticks([1.0])[1]

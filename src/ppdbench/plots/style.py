@@ -120,7 +120,11 @@ def rate_axis(axes: Axes, rates: list[float]) -> None:
 
 
 def decade_ticks(values: list[float]) -> tuple[list[float], list[str]]:
-    """Round ticks over positive ``values``, the denser the fewer decades there are."""
+    """Round ticks over the positive ``values``, the denser the fewer decades there are.
+
+    Two tokens in one read are a gap of 0, which a log axis cannot show.
+    """
+    values = [value for value in values if value > 0] or [1.0]
     low, high = np.floor(np.log10(min(values))), np.ceil(np.log10(max(values)))
     span = max(values) / min(values)
     steps = (1, 3) if span > 100 else (1, 2, 5) if span > 5 else (1, 2, 3, 4, 5, 6, 8)

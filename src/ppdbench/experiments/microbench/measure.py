@@ -85,7 +85,10 @@ def effect_of(
 def _windows(
     instants: Floats, begin_s: float, last_sent_s: float, end_s: float, quiet: int
 ) -> tuple[Floats, Floats] | None:
-    """Gaps under the dose, and quiet gaps around it, of one victim."""
+    """Gaps under the dose, and quiet gaps around it, of one victim.
+
+    Quiet tokens that all came in one read show a client that got no time, and are no control.
+    """
     begun, last_begun, ended = np.searchsorted(instants, (begin_s, last_sent_s, end_s), "right")
     first = int(begun) - 1
     last = int(last_begun) - 1 + WINDOW_TOKENS
@@ -94,7 +97,10 @@ def _windows(
         return None
     before_gaps = np.diff(instants[first - quiet : first + 1])
     after_gaps = np.diff(instants[after : after + quiet + 1])
-    return np.diff(instants[first : last + 1]), np.concatenate([before_gaps, after_gaps])
+    quiet_gaps = np.concatenate([before_gaps, after_gaps])
+    if not quiet_gaps.any():
+        return None
+    return np.diff(instants[first : last + 1]), quiet_gaps
 
 
 def proven(dose: Dose, cached_tokens: Sequence[int | None], block_tokens: int) -> bool | None:
