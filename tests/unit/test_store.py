@@ -122,6 +122,18 @@ def test_pooling_refuses_what_differs_and_names_it(field):
         refuse_to_pool({"a": MANIFEST, "b": other})
 
 
+def test_pooling_refuses_another_tensor_parallelism():
+    """A node of two GPUs is another machine; a stated width of 1 is the same as none."""
+    wide, stated = (
+        replace(MANIFEST, engine=replace(MANIFEST.engine, flags={"tensor_parallel": {"P": width}}))
+        for width in (2, 1)
+    )
+
+    refuse_to_pool({"a": MANIFEST, "b": stated})
+    with pytest.raises(RunError, match="tensor_parallel"):
+        refuse_to_pool({"a": MANIFEST, "b": wide})
+
+
 def test_pooling_looks_at_shared_workloads_only():
     """A run with another workload adds cells; the same name with other content does not mix."""
     more = replace(MANIFEST, workload_digests={"v": "d9"})

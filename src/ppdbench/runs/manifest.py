@@ -24,7 +24,10 @@ RESUME_FIELDS = (
 )  # fmt: skip
 """A resumed run must agree in these: anything else would be another experiment in one folder."""
 
-POOL_FIELDS = ("backend", "model", "dtype", "gpu", "engine_version", "connector", "block_size")
+POOL_FIELDS = (
+    "backend", "model", "dtype", "gpu", "engine_version", "connector", "block_size",
+    "tensor_parallel",
+)  # fmt: skip
 """Runs pooled into one table must agree in these, and in the digest of each shared workload."""
 
 BACKEND_FIELDS = frozenset({"backend", "engine_version"})
@@ -177,9 +180,11 @@ def refuse_to_pool(runs: Mapping[str, Manifest], *, across_backends: bool = Fals
 
 
 def _comparable(manifest: Manifest) -> dict[str, Any]:
-    """The document with names that have several spellings brought to one."""
+    """The document with what has several spellings brought to one: GPU names, a width of 1."""
     document = manifest.document()
-    return {**document, "gpu": gpu_system(document["gpu"])}
+    widths = document["flags"].get("tensor_parallel") or {}
+    wide = {role: width for role, width in widths.items() if width != 1}
+    return {**document, "gpu": gpu_system(document["gpu"]), "tensor_parallel": wide}
 
 
 def _workload_difference(left: Manifest, right: Manifest) -> tuple[str, Any, Any] | None:
