@@ -30,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Measure, decide and route append-prefill on prefill/decode-disaggregated vLLM.",
+    epilog="Example: ppd sweep --grid demo -o run",
 )
 
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from ppdbench.core.topology import Topology
 
 app = typer.Typer(
-    no_args_is_help=True, help="Start, watch and stop a cluster of vLLM or simulated nodes."
+    no_args_is_help=True,
+    help="Start, watch and stop a cluster of vLLM or simulated nodes.",
+    epilog="Example: ppd cluster up 1P_1D --device cpu",
 )
 
 StateOption = Annotated[

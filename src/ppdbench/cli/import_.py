@@ -11,7 +11,11 @@ from ppdbench.cli.output import command, say, show, show_json
 EPILOG = "Example: ppd import vllm-ppd vllm-ppd-sweep-2026-01 -o results/authors"
 
 
-app = typer.Typer(no_args_is_help=True, help="Read other people's results as a run.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Read other people's results as a run.",
+    epilog="Example: ppd import vllm-ppd SWEEP -o authors",
+)
 
 
 @app.callback()

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 LOG_WIDTH = 140
 
-app = typer.Typer(no_args_is_help=True, help="What is in a run, and what differs between two.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="What is in a run, and what differs between two.",
+    epilog="Example: ppd run show results/demo/run",
+)
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from ppdbench.table.regret import Regret
     from ppdbench.table.schema import Table
 
-app = typer.Typer(no_args_is_help=True, help="Look at, compare, reweight and export tables.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Look at, compare, reweight and export tables.",
+    epilog="Example: ppd table show t.json",
+)
 
 TABLE = typer.Argument(..., metavar="TABLE", help="A table that ppd build-table wrote.")
 JSON = typer.Option(False, "--json", help="Print one JSON document on stdout.")

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from ppdbench.workload.select import Selection
 
 workload = typer.Typer(
-    no_args_is_help=True, help="What is in a set of conversations, and what was left out."
+    no_args_is_help=True,
+    help="What is in a set of conversations, and what was left out.",
+    epilog="Example: ppd workload show sharegpt",
 )
 
 Source = Annotated[
