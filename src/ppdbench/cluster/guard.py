@@ -7,6 +7,7 @@ stopped. ``detach`` lets the nodes live on.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -81,7 +82,9 @@ class Guard:
         """End all that still runs; returns when it is gone. Harmless after :meth:`detach`."""
         with self._lock:
             if self._process.stdin is not None:
-                self._process.stdin.close()
+                # What a killed guard never read is flushed here, into nothing.
+                with contextlib.suppress(BrokenPipeError):
+                    self._process.stdin.close()
             self._process.wait()
             if self._process.stdout is not None:
                 self._process.stdout.close()

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import orjson
+import psutil
 import pytest
 
 from ppdbench.http.client import Pool
@@ -51,6 +52,33 @@ async def answers(port: int) -> None:
                 await asyncio.sleep(0.05)
 
 
+def listening(port: int) -> int:
+    """Sockets that wait at ``port``: one per worker that has started."""
+    sockets = psutil.net_connections("tcp")
+    return sum(it.status == psutil.CONN_LISTEN and it.laddr.port == port for it in sockets)
+
+
+async def all_listen(port: int, workers: int) -> None:
+    """The first worker answers while the others still start."""
+    async with asyncio.timeout(40):
+        while True:
+            if listening(port) >= workers:
+                return
+            await asyncio.sleep(0.05)
+
+
+async def shown_of(port: int, turns: int) -> tuple[set[int], bytes]:
+    """Which workers decided ``turns`` turns, and the metrics; receipts are shown with a delay."""
+    async with asyncio.timeout(20):
+        while True:
+            answer = await once(port, Request("GET", "/ppd/decisions?limit=1000"))
+            decisions = answer.json()["decisions"]
+            if len(decisions) >= turns:
+                metrics = await once(port, Request("GET", "/metrics"))
+                return {decision["worker"] for decision in decisions}, metrics.body
+            await asyncio.sleep(0.1)
+
+
 async def once(port: int, request: Request):
     """On a connection of its own, so that any worker may get it."""
     pool = Pool()
@@ -79,15 +107,14 @@ async def test_two_workers_keep_later_turns_at_home_and_a_restart_is_cold():
         nodes = [f"--node={role}={e.url}" for role, e in (("P", p), ("D", d0), ("D", d1))]
         port = free_port()
         async with serving("--policy", "local", *nodes, "--workers", "2", port=port):
+            await all_listen(port, 2)
             talks = [await chat(port, [asks(at, 1)]) for at in range(40)]
-            stayed, workers = 0, set()
+            stayed = 0
             for turn in (2, 3, 4):
                 for at, (history, before) in enumerate(talks):
                     talks[at] = await chat(port, [*history, asks(at, turn)])
                     stayed += talks[at][1] == before | {"route": "local", "reason": "policy"}
-            metrics = (await once(port, Request("GET", "/metrics"))).body
-            decisions = await once(port, Request("GET", "/ppd/decisions?limit=1000"))
-            workers = {r["worker"] for r in decisions.json()["decisions"]}
+            workers, metrics = await shown_of(port, 160)
         async with serving("--policy", "local", *nodes, "--workers", "2", port=port):
             _, after = await chat(port, [*talks[0][0], asks(0, 5)])
 
