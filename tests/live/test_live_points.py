@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import uvloop
 
 from ppdbench.cluster.tiny_model import VOCABULARY
@@ -10,6 +11,8 @@ from ppdbench.core.decision import Route
 from ppdbench.load.live import LiveSettings, run_live_point
 from ppdbench.load.turns import TurnSettings
 from ppdbench.policy.parse import parse_policy
+
+pytestmark = pytest.mark.full
 
 PLAN = (Turn(400, 24), Turn(60, 16, think_s=0.05), Turn(80, 16, think_s=0.05))
 ARRIVALS = [Arrival(0.25 * i, Conversation(f"c{i}", PLAN)) for i in range(4)]

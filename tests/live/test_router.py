@@ -15,6 +15,8 @@ from ppdbench.router.policies import load_policy
 from ppdbench.router.shared import Shared, make_buffer
 from ppdbench.router.worker import Router
 
+pytestmark = pytest.mark.full
+
 openai = pytest.importorskip("openai")
 POLL_S = 0.25
 LEASE_S = 12

@@ -12,6 +12,8 @@ from ppdbench.experiments.sweep import sweep
 from ppdbench.runs.recording import read_records
 from ppdbench.runs.store import read_manifest, read_points
 
+pytestmark = pytest.mark.full
+
 GRID = """
 rates_per_s = [1]
 duration_s = 5
