@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from pathlib import Path
 
 import psutil
@@ -31,6 +32,17 @@ def runs(process):
 def memory_gib(processes):
     """Proportional: shared pages count once."""
     return sum(process.memory_full_info().pss for process in processes) / 2**30
+
+
+def cores_used(processes, over_s):
+    """How many cores they keep busy, on average over the next ``over_s``."""
+    before = _cpu_s(processes)
+    time.sleep(over_s)
+    return (_cpu_s(processes) - before) / over_s
+
+
+def _cpu_s(processes):
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def shared_memory(processes):

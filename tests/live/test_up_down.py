@@ -32,7 +32,10 @@ def ppd(*arguments, code=0):
 def test_up_gives_four_healthy_nodes_and_down_leaves_nothing(
     engine_python, tmp_path, topology, record_property
 ):
-    """No process, port, shared memory or state file outlives ``down``; four fit into 12 GiB."""
+    """No process, port, shared memory or state file outlives ``down``; four fit into 12 GiB.
+
+    Idle they leave the cores to others, or they would starve each other as soon as one works.
+    """
     state = ["--state", str(tmp_path / "state"), "--json"]
     begun = time.monotonic()
     nodes = ppd("up", topology, "--device", "cpu", *state)["nodes"]
@@ -42,12 +45,18 @@ def test_up_gives_four_healthy_nodes_and_down_leaves_nothing(
         memory = machine.memory_gib(running)
         held_ports, held_memory = machine.ports(running), machine.shared_memory(running)
         assert [n["healthy"] for n in ppd("status", *state)["nodes"]] == [True] * 4
+        time.sleep(2)
+        idle_cores = machine.cores_used(running, over_s=5)
     finally:
         ppd("down", *state)
 
-    print(f"{topology}: ready after {ready_s:.0f} s, {memory:.1f} GiB, {len(running)} processes")
+    print(
+        f"{topology}: ready after {ready_s:.0f} s, {memory:.1f} GiB, {len(running)} processes, "
+        f"idle on {idle_cores:.2f} cores"
+    )
     assert len(running) > 4
     assert memory < MEMORY_LIMIT_GIB
+    assert idle_cores < 1
     assert len(held_ports) >= 4
     assert not [process for process in running if machine.runs(process)]
     assert not held_ports & machine.all_ports()

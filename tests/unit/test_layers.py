@@ -63,10 +63,11 @@ def test_a_layer_imports_only_what_stands_below_it(layer):
 
 
 def test_each_heavy_library_has_one_home():
-    """A library is imported only in the layer that owns it; nothing imports vLLM."""
+    """A library is imported only in the layer that owns it; only the engine's plugin meets vLLM."""
     wrong = [
         f"{path.relative_to(SRC)}: {name}"
         for path in SRC.rglob("*.py")
+        if path.parent.name != "engine_plugin"
         for name in imports(path)
         if name.split(".")[0] in HOMES
         and path.relative_to(SRC).parts[0] not in HOMES[name.split(".")[0]]

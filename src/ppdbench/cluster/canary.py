@@ -22,7 +22,7 @@ from ppdbench.core.topology import Role
 
 HAND_OFF_LIMIT_S = 10.0
 _REQUEST_LIMIT_S = 60.0
-_PREFLIGHT_WITHIN_S = 60.0
+_PREFLIGHT_WITHIN_S = 180.0
 _TOKEN_RANGE = (10, 1000)
 """Ids that every real vocabulary has as ordinary tokens."""
 
@@ -52,10 +52,14 @@ class Path:
 
 
 class Prober:
-    """Asks a cluster canary turns. ``model`` is the served name; prompts come from ``seed``."""
+    """Asks a cluster canary turns. ``model`` is the served name; prompts come from ``seed``.
 
-    def __init__(self, model: str, seed: int = 0) -> None:
+    Each request is given up after ``limit_s``.
+    """
+
+    def __init__(self, model: str, seed: int = 0, limit_s: float = _REQUEST_LIMIT_S) -> None:
         self._model = model
+        self._limit_s = limit_s
         self._random = random.Random(seed)
 
     def __repr__(self) -> str:
@@ -81,7 +85,7 @@ class Prober:
         begun = time.monotonic()
         body = self._body(prompt_ids, output_tokens, cold=cold)
         sent, prefilled = self._through_prefill(path, body, pull_from)
-        answer = control.post(path.node, "/v1/completions", sent, _REQUEST_LIMIT_S)
+        answer = control.post(path.node, "/v1/completions", sent, self._limit_s)
         output_ids = tuple(answer["choices"][0]["token_ids"])
         return Answer(
             tuple(prompt_ids),
@@ -99,7 +103,7 @@ class Prober:
             return nixl.local_body(body), None
         asked = nixl.prefill_body(body, pull_from)
         prefilled = nixl.read_prefilled(
-            control.post(path.prefill, "/v1/completions", asked, _REQUEST_LIMIT_S)
+            control.post(path.prefill, "/v1/completions", asked, self._limit_s)
         )
         return nixl.decode_body(body, prefilled), prefilled
 
@@ -210,14 +214,15 @@ def differences(
 def preflight(cluster: ClusterSpec, model: str, limit_s: float = HAND_OFF_LIMIT_S) -> None:
     """A tiny request from every P to every D and its repetition, each within ``limit_s``.
 
-    The first makes the two nodes shake hands, for which vLLM allows itself few seconds: on a busy
-    machine that may fail, and the next request tries anew. So a pair has a minute, in which two
-    in a row must be good. A firewall or a wrong network interface fails all of them.
+    The first makes the two nodes shake hands, for which vLLM allows itself few seconds. On a busy
+    machine that may fail, or end after P's lease, and then that request never returns though the
+    next one passes. So an attempt is given up after ``limit_s``, and a pair has three minutes in
+    which two in a row must be good. A firewall or a wrong network interface fails all of them.
 
     Raises:
         EngineError: a pair does not get there.
     """
-    prober = Prober(model, seed=random.SystemRandom().randrange(2**32))
+    prober = Prober(model, random.SystemRandom().randrange(2**32), limit_s)
     for path in paths_of(cluster, pull=False):
         if path.route is Route.REMOTE:
             _preflight_path(prober, path, limit_s)

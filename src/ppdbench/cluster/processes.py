@@ -74,7 +74,7 @@ def start(
         with log.open("wb") as out:
             return subprocess.Popen(  # noqa: S603  (our own argv, no shell)
                 list(argv),
-                env={**os.environ, **environment},
+                env=_joined(os.environ, environment),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -85,6 +85,13 @@ def start(
             f"cannot start {argv[0]!r}: {error.strerror}; "
             "run scripts/engine, or name the engine's python with --vllm"
         ) from error
+
+
+def _joined(own: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
+    """``added`` wins, but a search path of ours must not hide the caller's."""
+    paths = [env["PYTHONPATH"] for env in (added, own) if env.get("PYTHONPATH")]
+    joined = {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
+    return {**own, **added, **joined}
 
 
 def started(pid: int) -> Started:

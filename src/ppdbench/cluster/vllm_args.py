@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 from ppdbench.core.errors import UsageError
 from ppdbench.core.topology import NodeSpec, Role, Topology
@@ -16,6 +17,9 @@ MIN_VERSION = (0, 21)
 NEWEST_KNOWN_VERSION = (0, 32)
 EXPLICIT_ROLES_VERSION = (0, 23)
 """Before it every NIXL node is ``kv_both``; since then that is deprecated for P and D roles."""
+
+CPU_PLUGIN = Path(__file__).parent / "engine_plugin"
+"""A vLLM plugin, found on PYTHONPATH, that keeps waiting threads from burning the shared cores."""
 
 FIRST_DRY_PORT = 8101
 FIRST_DRY_NIXL_PORT = 5601
@@ -92,7 +96,7 @@ class NodePorts:
 
 @dataclass(frozen=True, slots=True)
 class NodeCommand:
-    """How to start one node; ``environment`` is added to the caller's own."""
+    """How to start one node; ``environment`` is added to the caller's own, PYTHONPATH in front."""
 
     spec: NodeSpec
     url: str
@@ -222,6 +226,8 @@ def _environment(role: Role, options: EngineOptions, port: NodePorts) -> dict[st
     if options.device is Device.CPU:
         values["VLLM_CPU_KVCACHE_SPACE"] = f"{options.cpu_kv_cache_gib:g}"
         values |= {"UCX_TLS": "tcp,self,sm,cma", "UCX_NET_DEVICES": "lo"}
+        # vLLM sets the last one itself, but only before NIXL is loaded, which the plugin does.
+        values |= {"PYTHONPATH": str(CPU_PLUGIN), "UCX_RCACHE_MAX_UNRELEASED": "1024"}
     return values
 
 

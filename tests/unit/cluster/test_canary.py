@@ -70,6 +70,17 @@ async def test_a_pair_that_is_slow_at_first_may_try_again():
         await asyncio.to_thread(preflight, spec, "fake", 5.0)
 
 
+async def test_a_hand_off_that_never_returns_is_given_up_and_tried_anew():
+    """P's lease may end before the handshake does; that request hangs and the next one passes."""
+    hang_first = every(1000, Fault(FaultKind.HANG), of=(0,))
+
+    def make(node):
+        return FakeEngine(faults=hang_first) if node.role is Role.D else FakeEngine()
+
+    async with cluster("1P_1D", make) as spec:
+        await asyncio.wait_for(asyncio.to_thread(preflight, spec, "fake", 0.5), 20)
+
+
 async def test_a_pair_that_never_gets_there_is_an_error_with_the_network_in_it(monkeypatch):
     """All attempts too slow: the sentence names the pair, the limit and where to look."""
     monkeypatch.setattr("ppdbench.cluster.canary._PREFLIGHT_WITHIN_S", 0.5)

@@ -208,3 +208,16 @@ def test_detached_nodes_outlive_their_owner(tmp_path):
     finally:
         stop([node], grace_s=2.0)
     assert not node.alive()
+
+
+def test_a_nodes_search_path_stands_before_the_callers(tmp_path, monkeypatch):
+    """A node's plugin folder must not hide what the user put on PYTHONPATH."""
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    log = tmp_path / "log"
+    child = start(
+        [sys.executable, "-c", "import os; print(os.environ['PYTHONPATH'])"],
+        {"PYTHONPATH": "/ours"}, log,
+    )  # fmt: skip
+
+    assert child.wait(30) == 0
+    assert log.read_text().strip() == f"/ours{os.pathsep}/theirs"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import distributions
 
 import pytest
 
@@ -131,3 +132,18 @@ def test_options_are_read_as_written():
                        (read_device, "tpu")):  # fmt: skip
         with pytest.raises(UsageError, match=text):
             read(text)
+
+
+def test_cpu_nodes_get_the_plugin_that_lets_their_threads_sleep():
+    """An entry point in a folder on PYTHONPATH makes it a plugin; GPU nodes stay as they are."""
+    made = commands("1P_1D", device=Device.CPU)["p0"].environment
+    on_gpu = commands("1P_1D", gpus=("0", "1"))["p0"].environment
+
+    found = [
+        point.value
+        for package in distributions(path=[made["PYTHONPATH"]])
+        for point in package.entry_points
+        if point.group == "vllm.general_plugins"
+    ]
+    assert found == ["ppd_few_cores:register"]
+    assert "PYTHONPATH" not in on_gpu
