@@ -152,6 +152,17 @@ def test_show_draws_a_row_per_shape_and_names_the_first_flip(table):
     assert "r*    2.50" in shown
 
 
+def test_show_json_says_where_the_table_flips_and_at_which_weight(table):
+    """What the screen shows, per cell: r*, null where no TPOT is paid; and who turns first."""
+    flips = said("table", "show", table)["flips"]
+
+    assert [(c["rate_per_s"], c["r_star"]) for c in flips["cells"]] == [
+        (1.0, None), (2.0, None), (4.0, None), (8.0, pytest.approx(2.5)),
+    ]  # fmt: skip
+    assert flips["weight_ratio"] == 1.0
+    assert flips["next"] == [3]
+
+
 def test_reweight_and_diff_agree_with_a_build(run, table, tmp_path):
     """Other weights need no run: the same bytes as building with them; diff names the rule."""
     built, weighed = tmp_path / "built.json", tmp_path / "weighed.json"

@@ -35,12 +35,13 @@ def show_table(
     debug: bool = DEBUG,  # noqa: ARG001
 ) -> None:
     """A heat map of S per topology, and the cells that flip first when TPOT weighs more."""
-    from ppdbench.cli.table_view import heat_maps, summary
+    from ppdbench.cli.table_view import flips, heat_maps, summary
     from ppdbench.table.schema import load_table, to_document
 
     table = load_table(path)
     if json:
-        show_json({"summary": summary(table), "table": to_document(table)})
+        document = {"summary": summary(table), "table": to_document(table), "flips": flips(table)}
+        show_json(document)
     else:
         heat_maps(table)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from ppdbench.table.compare import flip_ratio
+from ppdbench.table.compare import flip_ratios, next_to_flip, weight_ratio
 from ppdbench.table.regret import Regret
 from ppdbench.table.schema import SIMULATED_NOTICE, Cell, Table, counts, describe
 from ppdbench.table.score import Choice, Status, Verdict
@@ -105,18 +104,27 @@ def _style(verdict: Verdict) -> str:
     return f"bold {colour}" if bold else colour
 
 
-def _print_flips(out: Console, table: Table) -> None:
-    if table.rule.slo is not None:
-        return
-    ratios = [
-        (ratio, cell)
-        for cell, verdict in zip(table.cells, table.verdicts, strict=True)
-        if (ratio := flip_ratio(verdict)) is not None
+def flips(table: Table) -> dict[str, Any]:
+    """What :func:`heat_maps` says of r*, for every cell."""
+    ratios = flip_ratios(table)
+    cells = [
+        {"topology": cell.topology, "workload": cell.workload, **cell.centre, "r_star": ratio}
+        for cell, ratio in zip(table.cells, ratios, strict=True)
     ]
-    ratio_now = table.rule.w_tpot / table.rule.w_ttft if table.rule.w_ttft else math.inf
-    later = sorted(((r, c) for r, c in ratios if r > ratio_now), key=lambda pair: pair[0])
-    out.print(f"local turns remote when w_tpot/w_ttft passes r* (now {ratio_now:g}); first:")
-    for ratio, cell in later[:FIRST_FLIPS]:
+    return {
+        "weight_ratio": weight_ratio(table.rule),
+        "cells": cells,
+        "next": [index for _, index in next_to_flip(table)],
+    }
+
+
+def _print_flips(out: Console, table: Table) -> None:
+    now = weight_ratio(table.rule)
+    if now is None:
+        return
+    out.print(f"local turns remote when w_tpot/w_ttft passes r* (now {now:g}); first:")
+    for ratio, index in next_to_flip(table)[:FIRST_FLIPS]:
+        cell = table.cells[index]
         out.print(f"  r* {ratio:7.2f}  {cell.topology} {describe(cell)}")
 
 

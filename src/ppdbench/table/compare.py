@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from ppdbench.table.schema import Cell, Table
-from ppdbench.table.score import Choice, Status, Verdict
+from ppdbench.table.score import Choice, Rule, Status, Verdict
 
 THIN_TURNS = 30
 Key = tuple[str, tuple[tuple[str, float], ...]]
@@ -154,3 +154,28 @@ def flip_ratio(verdict: Verdict) -> float | None:
     if verdict.d_tpot <= 0 or verdict.d_ttft <= 0:
         return None
     return verdict.d_ttft / verdict.d_tpot
+
+
+def weight_ratio(rule: Rule) -> float | None:
+    """The w_tpot/w_ttft that r* is compared with; ``None`` without a w_ttft or with limits."""
+    return None if rule.slo is not None or not rule.w_ttft else rule.w_tpot / rule.w_ttft
+
+
+def flip_ratios(table: Table) -> list[float | None]:
+    """r* per cell, in the order of the cells; all ``None`` where limits decide, not weights."""
+    limits = table.rule.slo is not None
+    return [None if limits else flip_ratio(verdict) for verdict in table.verdicts]
+
+
+def next_to_flip(table: Table) -> list[tuple[float, int]]:
+    """(r*, cell) of those that turn remote when TPOT weighs more than now, soonest first.
+
+    A cell that the guard vetoed is remote already.
+    """
+    now = weight_ratio(table.rule)
+    pairs = zip(flip_ratios(table), table.verdicts, strict=True)
+    return sorted(
+        (ratio, index)
+        for index, (ratio, verdict) in enumerate(pairs)
+        if ratio is not None and now is not None and ratio > now and not verdict.vetoed
+    )

@@ -12,14 +12,14 @@ import pytest
 from ppdbench.core.errors import UsageError
 from ppdbench.experiments import next_grid
 from ppdbench.experiments.grid import load_grid
-from ppdbench.table.compare import check, diff, flip_ratio
+from ppdbench.table.compare import check, diff, flip_ratio, flip_ratios, next_to_flip
 from ppdbench.table.export import export, non_cached_tokens, picks_local
 from ppdbench.table.fill import fill, reweight
 from ppdbench.table.lookup import Lookup
 from ppdbench.table.plan import expected_loss, worths
 from ppdbench.table.regret import between, held_out, of_policy, regrets, threshold, two
 from ppdbench.table.schema import counts
-from ppdbench.table.score import Choice, Rule
+from ppdbench.table.score import Choice, Guard, Rule, Slo
 
 from .tables import cell, side, table_of
 
@@ -140,6 +140,21 @@ def test_the_weight_at_which_a_cell_flips():
 
     assert flip_ratio(costly) == pytest.approx(5.0)
     assert flip_ratio(free) is None
+
+
+def test_only_cells_that_are_local_now_are_said_to_turn_remote():
+    """Those that turned already and those that the guard vetoed are remote; limits know no r*."""
+    early, late = cell(rate=1.0, gain=0.5, cost=0.1), cell(rate=2.0, gain=0.5, cost=0.05)
+    turned = cell(rate=4.0, gain=0.1, cost=0.5)
+
+    assert next_to_flip(table_of(early, late, turned)) == [
+        (pytest.approx(5.0), 0), (pytest.approx(10.0), 1)
+    ]  # fmt: skip
+    vetoed = table_of(early, late, turned, guard=Guard("p99", limit_ratio=1.07))
+    assert [index for _, index in next_to_flip(vetoed)] == [1]
+    kept = {name: replace(getattr(early, name), meets_slo=0.5) for name in ("remote", "local")}
+    limits = table_of(replace(early, **kept), slo=Slo(0.2, 0.03))
+    assert (flip_ratios(limits), next_to_flip(limits)) == ([None], [])
 
 
 # --- prices
