@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import Counter
 from functools import wraps
@@ -18,6 +19,7 @@ from ppdbench.core.conversation import Arrival, Conversation, Turn
 from ppdbench.core.decision import Route
 from ppdbench.core.topology import Role
 from ppdbench.load.clock import WallClock
+from ppdbench.load.hand_offs import HandOffGate
 from ppdbench.load.live import LiveSettings, run_live_point
 from ppdbench.load.turns import HttpTurns, TurnSettings
 from ppdbench.policy.parse import parse_policy
@@ -337,6 +339,46 @@ async def test_a_turn_given_up_on_the_slow_link_leaves_nothing_at_p():
             await asyncio.sleep(0.005)
 
     assert {record.outcome for record in outcome.records} == {Outcome.TIMEOUT}
+
+
+def most_at_once(spans):
+    ends = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
+    return max(itertools.accumulate(step for _, step in ends))
+
+
+@on_uvloop
+async def test_no_more_hand_offs_than_allowed_are_out_at_a_p():
+    """Six turns at once and room for two: the others wait, and their TTFT says so."""
+    turns = talks(6, turns=1, gap_s=0)
+    async with ScriptedCluster("1P_1D", lambda _: FakeEngine(service=Service(0.05))) as cluster:
+        outcome = await play(cluster, "remote", turns, settings(max_hand_offs=2))
+        free = await play(cluster, "remote", turns, settings())
+
+    bounded, unbounded = outcome.records, free.records
+    assert all(record.ok for record in [*bounded, *unbounded])
+    assert most_at_once([(r.sent_at_s, r.first_token_at_s) for r in bounded]) == 2
+    assert most_at_once([(r.sent_at_s, r.first_token_at_s) for r in unbounded]) == 6
+    assert max(r.ttft_s for r in bounded) >= 0.3
+
+
+def test_a_hand_off_that_was_given_up_while_it_waited_takes_no_room():
+    """The next in line goes instead."""
+    gate, begun = HandOffGate(1), []
+
+    def begin(name, wanted):
+        return lambda: begun.append(name) or wanted
+
+    gate.enter("p0", begin("a", wanted=True))
+    gate.enter("p0", begin("given up", wanted=False))
+    gate.enter("p0", begin("b", wanted=True))
+    gate.enter("p1", begin("elsewhere", wanted=True))
+    assert begun == ["a", "elsewhere"]
+    gate.leave("p0")
+    assert begun == ["a", "elsewhere", "given up", "b"]
+    gate.leave("p0")
+    gate.enter("p0", begin("c", wanted=True))
+    assert begun[-1] == "c"
+    assert gate.waited == 2
 
 
 async def prefill(cluster):

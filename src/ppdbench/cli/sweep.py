@@ -96,6 +96,10 @@ def sweep(
         float | None,
         typer.Option(min=0.001, help="vllm, attach: GB/s that hand-offs are slowed down to."),
     ] = None,
+    max_hand_offs: Annotated[
+        int | None,
+        typer.Option(min=1, help="vllm, attach: hand-offs out at once per P; others wait."),
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,  # noqa: ARG001
 ) -> None:
     """Measure every point of a grid into a run folder.
@@ -123,7 +127,8 @@ def sweep(
         ),
         cluster=_cluster(cluster, node or []),
         live=LiveOptions(
-            point_timeout, warm_up, canaries=not no_canaries, emulated_gb_per_s=emulate_link
+            point_timeout, warm_up, canaries=not no_canaries, emulated_gb_per_s=emulate_link,
+            max_hand_offs=max_hand_offs,
         ),
     )  # fmt: skip
     folder = out or _default_folder(grid)

@@ -38,13 +38,15 @@ class LiveOptions:
 
     ``warm_up`` conversations go before each point, ``None`` for one per home. ``canaries`` sends
     small greedy conversations over every path of a fresh cluster, and over one after each point,
-    and compares the answers. ``emulated_gb_per_s`` slows hand-offs down to that rate.
+    and compares the answers. ``emulated_gb_per_s`` slows hand-offs down to that rate,
+    ``max_hand_offs`` bounds those that are out at once per P.
     """
 
     point_timeout_s: float = 900.0
     warm_up: int | None = None
     canaries: bool = True
     emulated_gb_per_s: float | None = None
+    max_hand_offs: int | None = None
     vocabulary: int = 4000
 
 
@@ -63,13 +65,18 @@ class LiveBackend:
 
     def identity(self) -> EngineIdentity:
         """The engine, which replies stand in the history, and whether the link is emulated."""
-        grid = self.measuring.grid
-        found = self.source.identity(list(_by_shape(grid.points())))
-        identity = replace(found, flags={**found.flags, "replies": grid.engine.replies})
+        found = self.source.identity(list(_by_shape(self.measuring.grid.points())))
+        identity = replace(found, flags={**found.flags, **self._flags()})
         if self.options.emulated_gb_per_s is None:
             return identity
         name = f"{identity.connector}, emulated {self.options.emulated_gb_per_s:g} GB/s"
         return replace(identity, connector=name)
+
+    def _flags(self) -> dict[str, str | int]:
+        flags: dict[str, str | int] = {"replies": self.measuring.grid.engine.replies}
+        if self.options.max_hand_offs is not None:
+            flags["max_hand_offs"] = self.options.max_hand_offs
+        return flags
 
     def spoken(self, key: PointKey) -> list[Arrival]:
         """The point's schedule with its words."""
@@ -216,6 +223,7 @@ class _OnCluster:
             vocabulary=self._backend.options.vocabulary,
             for_pulls=key.policy == Route.PULL,
             slow_link=self._slow_link,
+            max_hand_offs=self._backend.options.max_hand_offs,
             extra={"temperature": grid.engine.temperature},
         )
         return LiveSettings(turns, users=grid.users(key), warm_up=self._warm_up(key))

@@ -27,6 +27,7 @@ from ppdbench.http.reply import Reply
 from ppdbench.load.clock import WallClock
 from ppdbench.load.conversation import Dialogue
 from ppdbench.load.driver import Done
+from ppdbench.load.hand_offs import HandOffGate
 from ppdbench.load.history import History, history_for
 from ppdbench.runs.records import Outcome, TurnRecord
 
@@ -40,7 +41,8 @@ class TurnSettings:
     the model's. ``vocabulary`` bounds ids drawn for workloads without content. ``extra`` goes
     into every body. With ``for_pulls`` each turn that another follows is asked for whole: vLLM
     names D's KV, which a pull needs, on unstreamed answers alone. A ``slow_link`` makes D's request
-    of each hand-off wait.
+    of each hand-off wait. At most ``max_hand_offs`` are out per P; a turn above that waits, which
+    counts in its TTFT.
     """
 
     model: str
@@ -52,6 +54,7 @@ class TurnSettings:
     keep_token_instants: bool = True
     for_pulls: bool = False
     slow_link: SlowLink | None = None
+    max_hand_offs: int | None = None
     extra: Mapping[str, Any] | None = None
 
 
@@ -98,6 +101,7 @@ class HttpTurns:
         self._running: Counter[str] = Counter()
         self._outstanding: Counter[str] = Counter()
         self._flights: set[_Flight] = set()
+        self.hand_offs = HandOffGate(settings.max_hand_offs)
         self.send_lags_s: list[float] = []
 
     def __repr__(self) -> str:
@@ -223,8 +227,8 @@ class _Unheard:
 class _Flight:
     """One turn on its way: P first if its route says so, then the home. A sink of both answers."""
 
-    __slots__ = ("_body", "_done", "_error_body", "_exchange", "_head", "_landed", "_memory",
-                 "_prefilled", "_prefilling", "_prompt_tokens", "_reply", "_turns",
+    __slots__ = ("_body", "_done", "_error_body", "_exchange", "_handing_over", "_head", "_landed",
+                 "_memory", "_prefilled", "_prefilling", "_prompt_tokens", "_reply", "_turns",
                  "_whole_body", "dialogue", "record")  # fmt: skip
 
     def __init__(
@@ -243,6 +247,7 @@ class _Flight:
         self._body: dict[str, Any] = {}
         self._head: Head | None = None
         self._error_body = b""
+        self._handing_over = False
         self._prefilling = False
         self._whole_body = b""
         self._prefilled: nixl.Prefilled | None = None
@@ -255,10 +260,10 @@ class _Flight:
         self.record.whole = self._turns.settings.for_pulls and not self._is_last
         self._body = self._turns.body(self._memory, self.dialogue, self.record)
         if self.record.prefill_node is not None:
-            self._ask_prefill(self.record.prefill_node)
+            self._turns.hand_offs.enter(self.record.prefill_node, self._begin_hand_off)
         else:
             self._ask_home(nixl.local_body(self._body))
-        self._note_sent()
+            self._note_sent()
 
     @property
     def _is_last(self) -> bool:
@@ -289,6 +294,8 @@ class _Flight:
 
     def on_body(self, data: bytes, at_s: float) -> None:
         assert self._head is not None
+        if self._handing_over and not self._prefilling:
+            self._leave_hand_off()
         if self._head.status != 200:
             self._error_body += data
         elif self._prefilling or self.record.whole:
@@ -324,6 +331,21 @@ class _Flight:
         """The first request's instant; on a new connection it comes after the connecting."""
         if self._exchange is not None and self._exchange.sent_at_s is not None:
             self.record.sent_at_s = self._on_clock(self._exchange.sent_at_s)
+
+    def _begin_hand_off(self) -> bool:
+        if self._landed:
+            return False
+        assert self.record.prefill_node is not None
+        self._handing_over = True
+        self._ask_prefill(self.record.prefill_node)
+        self._note_sent()
+        return True
+
+    def _leave_hand_off(self) -> None:
+        if self._handing_over:
+            self._handing_over = False
+            assert self.record.prefill_node is not None
+            self._turns.hand_offs.leave(self.record.prefill_node)
 
     def _ask_prefill(self, node: str) -> None:
         self._prefilling = True
@@ -407,6 +429,7 @@ class _Flight:
     def _land(self, outcome: Outcome, error: str) -> None:
         self._landed = True
         self._leave_prefill()
+        self._leave_hand_off()
         self._exchange = None
         self._fill_record(outcome, error)
         self._turns.landed(self)
