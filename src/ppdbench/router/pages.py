@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import Metric
 from ppdbench.core.decision import Route
 from ppdbench.http.errors import HttpError
 from ppdbench.http.messages import Headers, Request, Response
+from ppdbench.router.choose import Chooser
 from ppdbench.router.metrics import HISTOGRAMS, OUTCOMES, PLAIN, REASONS, SECONDS
 from ppdbench.router.nodes import Upstream, Upstreams
 from ppdbench.router.turns import Services
@@ -101,6 +102,7 @@ class Pages:
         return web.json_response(
             {
                 "policy": services.chooser.policy.name,
+                "table_digest": _table_digest(services.chooser),
                 "in_flight": int(services.metrics.board.total("in_flight")),
                 "nodes": [_node(node) for node in self._upstreams.all],
                 "memory": {
@@ -148,6 +150,15 @@ def _error(status: int, message: str, kind: str) -> web.Response:
     return web.Response(
         status=status, body=error_body(message, kind, status), content_type="application/json"
     )
+
+
+def _table_digest(chooser: Chooser) -> str | None:
+    """Of the table that routes, or that is asked in the shadow."""
+    for policy in (chooser.policy, chooser.shadow):
+        table = getattr(policy, "table", None)
+        if table is not None:
+            return str(table.digest)
+    return None
 
 
 def _node(node: Upstream) -> dict[str, Any]:

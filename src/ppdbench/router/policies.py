@@ -47,6 +47,7 @@ class Tables:
         return None if self._config.shadow is None else _load(self._config, self._config.shadow)
 
     def changed(self) -> bool:
+        """Whether a file differs from how it was at the last call, or at the start."""
         before, self._seen = self._seen, self._look()
         return before != self._seen
 

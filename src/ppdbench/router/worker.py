@@ -132,6 +132,7 @@ class Router:
     async def reload(self) -> None:
         """Take the table anew, whole or not at all; a bad file keeps the one in use."""
         board = self.services.metrics.board
+        self._tables.changed()  # what is read now is no news to the watch
         try:
             policy = await asyncio.to_thread(load_policy, self.config)
             shadow = await asyncio.to_thread(self._tables.shadow)

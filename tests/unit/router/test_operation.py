@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from itertools import product
 
 import pytest
 
@@ -16,32 +15,10 @@ from ppdbench.policy.table import load_table_policy
 from ppdbench.router.drift import MIN_TURNS, Drift
 from ppdbench.router.fitness import LiveFacts, mismatches
 from ppdbench.router.policies import check_policy, load_policy
-from ppdbench.table.schema import AXES, Cell, Table, save_table
-from ppdbench.table.score import STATISTICS, Rule, Side
+
+from .tables import a_table
 
 USER = [{"role": "user", "content": "hello there, how are you today?"}]
-
-
-def a_table(path, *, local: bool, **provenance):
-    """A table whose cells all say the same."""
-    fast, slow = (dict.fromkeys(STATISTICS, seconds) for seconds in (0.05, 0.2))
-    tpot_s = dict.fromkeys(STATISTICS, 0.01)
-    sides = [Side(50, 1.0, ttft_s, tpot_s, tpot_s) for ttft_s in (slow, fast)]
-    remote, near = sides if local else sides[::-1]
-    cells = tuple(
-        Cell(
-            topology="1P_1D",
-            workload=f"w{at}",
-            backend="sim",
-            centre=dict(zip(AXES, place, strict=True)),
-            remote=remote,
-            local=near,
-        )
-        for at, place in enumerate(product((64, 4096), (16, 512), (16, 256), (1.0, 32.0)))
-    )
-    table = Table(Rule(), provenance, cells)
-    save_table(table, path)
-    return table
 
 
 def follow_up(first):
@@ -98,6 +75,22 @@ async def test_a_changed_table_is_taken_and_a_bad_one_is_not(bench_for, tmp_path
 
     assert routes == ["local", "local", "remote"]
     assert (bench.total("reloads"), bench.total("reloads_failed")) == (1, 1)
+
+
+async def test_a_table_taken_on_demand_is_not_taken_again_by_the_watch(bench_for, tmp_path):
+    """One change is one reload, and one sentence in the log where it is bad."""
+    path = tmp_path / "t.json"
+    a_table(path, local=True)
+    bench = await bench_for("1P_1D", policy=f"table:{path}")
+
+    for content in ("good", "bad"):
+        if content == "good":
+            a_table(path, local=False)
+        else:
+            path.write_text("{")
+        await bench.router.reload()
+
+        assert not bench.router._tables.changed()
 
 
 @pytest.mark.slow

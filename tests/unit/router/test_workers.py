@@ -19,6 +19,8 @@ from ppdbench.http.errors import HttpError
 from ppdbench.http.messages import Origin, Request
 from ppdbench.testing.fake import FakeEngine
 
+from .tables import a_table
+
 pytestmark = pytest.mark.slow
 
 
@@ -97,6 +99,29 @@ async def chat(port: int, messages):
     return [*messages, reply], seen
 
 
+async def digests(port: int) -> set[str]:
+    """Of the tables in use, as the workers tell it: enough questions to hear them all."""
+    states = [await once(port, Request("GET", "/ppd/state")) for _ in range(16)]
+    return {state.json()["table_digest"] for state in states}
+
+
+async def all_use(port: int, digest: str) -> None:
+    async with asyncio.timeout(20):
+        while await digests(port) != {digest}:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def said(process, words: str, times: int = 1) -> str:
+    """Read what the command writes up to the line that has ``words`` for the last of ``times``."""
+    async with asyncio.timeout(40):
+        while True:
+            line = (await process.stderr.readline()).decode()
+            assert line, f"it ended without saying {words!r}"
+            times -= words in line
+            if not times:
+                return line
+
+
 def asks(at: int, turn: int):
     return {"role": "user", "content": f"conversation {at} asks question {turn}, please answer"}
 
@@ -154,6 +179,45 @@ async def test_sigterm_drains_and_exits_0():
             await asyncio.wait_for(process.wait(), 20)
 
     assert process.returncode == 0
+
+
+async def later_route(port: int, at: int) -> tuple[str, str]:
+    """Route and reason of the second turn of a new conversation."""
+    history, _ = await chat(port, [asks(at, 1)])
+    _, seen = await chat(port, [*history, asks(at, 2)])
+    return seen["route"], seen["reason"].partition(",")[0]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_sighup_takes_a_good_table_and_keeps_the_one_in_use_for_a_bad_one(tmp_path, workers):
+    """Each worker hears it; turns follow the table in use; the log says what was wrong.
+
+    The first signal comes without a change, so that nothing but the signal can have been heard.
+    """
+    path = tmp_path / "t.json"
+    old = a_table(path, local=True).digest
+    async with FakeEngine() as p, FakeEngine() as d:
+        port = free_port()
+        nodes = (f"--node=P={p.url}", f"--node=D={d.url}", "--workers", str(workers))
+        async with serving("--table", str(path), *nodes, port=port) as process:
+            await all_listen(port, workers)
+            before = await digests(port), await later_route(port, 1)
+            process.send_signal(signal.SIGHUP)
+            await said(process, "took the table anew", workers)
+            assert await digests(port) == {old}
+            new = a_table(path, local=False).digest
+            process.send_signal(signal.SIGHUP)
+            await all_use(port, new)
+            after = await digests(port), await later_route(port, 2)
+            path.write_text("{")
+            process.send_signal(signal.SIGHUP)
+            sentence = await said(process, "kept the table in use", workers)
+            still = await digests(port), await later_route(port, 3)
+
+    assert before == ({old}, ("local", "table"))
+    assert after == still == ({new}, ("remote", "table"))
+    assert f"{path}" in sentence
+    assert "JSON" in sentence
 
 
 @pytest.mark.parametrize(
