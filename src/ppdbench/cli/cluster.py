@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ppdbench.cli.modes import DEVICES_OF, refuse_elsewhere, typed_options
 from ppdbench.cli.output import command, say, show, show_json
 
 if TYPE_CHECKING:
@@ -29,12 +30,18 @@ StateOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
-SIM_READY_WITHIN_S = 120.0
+VLLM_OPTIONS = (
+    "device", "gpus", "tp", "connector", "vllm", "dtype", "max_model_len", "kv_cache_gib",
+    "dummy_weights", "pull", "lease", "engine_arg",
+)  # fmt: skip
+BACKENDS_OF = {"gpu": ("sim",), **dict.fromkeys(VLLM_OPTIONS, ("vllm",))}
+"""Options of ``up`` that not every backend reads."""
 
 
 @app.command(epilog="Example: ppd cluster up 1P_3D --device cpu")
 @command
 def up(
+    context: typer.Context,
     topology: Annotated[str, typer.Argument(metavar="TOPOLOGY", help="As in 1P_3D, 4R, 2P_2pD.")],
     *,
     backend: Annotated[str, typer.Option(help="vllm or sim.")] = "vllm",
@@ -72,6 +79,7 @@ def up(
     """Start a cluster and leave it running once every node has answered a request."""
     from ppdbench.core.topology import Topology
 
+    _check(typed_options(context), backend, device)
     shape = Topology.parse(topology)
     options = launch_options(
         model=model, device=device, gpus=gpus, tp=tp, connector=connector, vllm=vllm, dtype=dtype,
@@ -129,6 +137,15 @@ def status(
     _show_status(folder, as_json=as_json)
 
 
+def _check(typed: set[str], backend: str, device: str) -> None:
+    from ppdbench.core.errors import UsageError
+
+    if backend not in ("vllm", "sim"):
+        raise UsageError(f"--backend {backend!r} cannot be started; known: vllm, sim")
+    refuse_elsewhere(typed, BACKENDS_OF, "backend", backend)
+    refuse_elsewhere(typed, DEVICES_OF, "device", device)
+
+
 def _folder(state: Path | None) -> StateFolder:
     from ppdbench.cluster.folders import state_folder
     from ppdbench.cluster.state import StateFolder
@@ -166,7 +183,7 @@ def _commands(
     from ppdbench.cluster.launch import vllm_commands
     from ppdbench.cluster.processes import free_ports
 
-    if _is_sim(backend):
+    if backend == "sim":
         return _sim_commands(shape, free_ports(len(shape.nodes)), options.model, gpu, folder)
     return vllm_commands(shape, options)
 
@@ -177,18 +194,10 @@ def _dry_commands(
     from ppdbench.cluster.launch import planned_commands
     from ppdbench.cluster.vllm_args import FIRST_DRY_PORT
 
-    if _is_sim(backend):
+    if backend == "sim":
         ports = range(FIRST_DRY_PORT, FIRST_DRY_PORT + len(shape.nodes))
         return _sim_commands(shape, ports, options.model, gpu, folder)
     return planned_commands(shape, options)
-
-
-def _is_sim(backend: str) -> bool:
-    from ppdbench.core.errors import UsageError
-
-    if backend not in ("vllm", "sim"):
-        raise UsageError(f"--backend {backend!r} cannot be started; known: vllm, sim")
-    return backend == "sim"
 
 
 def _sim_commands(

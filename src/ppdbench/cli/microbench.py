@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ppdbench.cli.modes import typed_options
 from ppdbench.cli.output import command, say, show_json
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ def microbench(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,  # noqa: ARG001
 ) -> None:
     """Measure how much a full prefill and an append slow the decodes beside them."""
-    _check(_typed(context_of), backend, protocol, out, calibrate)
+    typed = typed_options(context_of)
+    _check(typed, out, calibrate, backend=backend, protocol=protocol, device=device)
     if calibrate is not None and source:
         _fit(source, calibrate, seed, max_error, as_json=as_json)
         return
@@ -141,14 +143,14 @@ def microbench(
     _show(finished, as_json=as_json)
 
 
-def _typed(context: typer.Context) -> set[str]:
-    """Names of the options that were given, whatever their value."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    return {name for name, found in sources.items() if found and found.name == "COMMANDLINE"}
-
-
 def _check(
-    typed: set[str], backend: str, protocol: str, out: Path | None, calibrate: Path | None
+    typed: set[str],
+    out: Path | None,
+    calibrate: Path | None,
+    *,
+    backend: str,
+    protocol: str,
+    device: str,
 ) -> None:
     """Say before the run what would fail after it."""
     from ppdbench.cli.microbench_options import refuse_contradictions, refuse_unwritable
@@ -159,7 +161,7 @@ def _check(
         raise UsageError(f"backend {backend!r} is unknown; backends are {', '.join(BACKENDS)}")
     if protocol not in PROTOCOLS:
         raise UsageError(f"protocol {protocol!r} is unknown; protocols are {', '.join(PROTOCOLS)}")
-    refuse_contradictions(typed, backend=backend, protocol=protocol)
+    refuse_contradictions(typed, backend=backend, protocol=protocol, device=device)
     if calibrate is not None:
         refuse_unwritable(calibrate)
     if out is not None:

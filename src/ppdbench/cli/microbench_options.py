@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
+from ppdbench.cli.modes import DEVICES_OF, refuse_elsewhere, spelled
 from ppdbench.core.errors import UsageError
 
 PROTOCOLS_OF = {
@@ -36,10 +37,10 @@ BACKENDS_OF = {
 WITH_SOURCE = frozenset({"calibrate", "source", "max_error", "seed", "as_json", "debug"})
 """All that matters when nothing is measured."""
 
-SPELLED = {"source": "--from", "out": "-o"}
 
-
-def refuse_contradictions(typed: Collection[str], *, backend: str, protocol: str) -> None:
+def refuse_contradictions(
+    typed: Collection[str], *, backend: str, protocol: str, device: str
+) -> None:
     """An option that the chosen experiment would not read is not ignored.
 
     Raises:
@@ -47,12 +48,13 @@ def refuse_contradictions(typed: Collection[str], *, backend: str, protocol: str
     """
     for name in sorted({"source", "max_error"} & set(typed)):
         if "calibrate" not in typed:
-            raise UsageError(f"{_spelled(name)} needs --calibrate FILE, where the fit goes")
+            raise UsageError(f"{spelled(name)} needs --calibrate FILE, where the fit goes")
     if "source" in typed:
         _refuse_beside_source(typed)
         return
-    _refuse_elsewhere(typed, PROTOCOLS_OF, "protocol", protocol)
-    _refuse_elsewhere(typed, BACKENDS_OF, "backend", backend)
+    refuse_elsewhere(typed, PROTOCOLS_OF, "protocol", protocol)
+    refuse_elsewhere(typed, BACKENDS_OF, "backend", backend)
+    refuse_elsewhere(typed, DEVICES_OF, "device", device)
 
 
 def refuse_unwritable(path: Path) -> None:
@@ -70,21 +72,6 @@ def refuse_unwritable(path: Path) -> None:
 def _refuse_beside_source(typed: Collection[str]) -> None:
     for name in sorted(set(typed) - WITH_SOURCE):
         raise UsageError(
-            f"{_spelled(name)} says how to measure, and with --from nothing is measured; "
+            f"{spelled(name)} says how to measure, and with --from nothing is measured; "
             "leave one of them out"
         )
-
-
-def _refuse_elsewhere(
-    typed: Collection[str], owners: Mapping[str, tuple[str, ...]], option: str, chosen: str
-) -> None:
-    for name in sorted(set(typed) & owners.keys()):
-        if chosen not in owners[name]:
-            raise UsageError(
-                f"{_spelled(name)} belongs to --{option} {' or '.join(owners[name])} and would "
-                f"do nothing with --{option} {chosen}; leave it out"
-            )
-
-
-def _spelled(name: str) -> str:
-    return SPELLED.get(name, "--" + name.replace("_", "-"))

@@ -10,7 +10,6 @@ import typer
 from ppdbench.cli.output import command, say
 
 if TYPE_CHECKING:
-    from ppdbench.cluster.contract import ClusterSpec
     from ppdbench.router.config import RouterConfig
 
 EPILOG = "Example: ppd serve --table T.json --node P=http://127.0.0.1:8101 --node D=http://127.0.0.1:8201"
@@ -49,6 +48,7 @@ def serve(
     debug: bool = typer.Option(False, help="Show tracebacks."),  # noqa: ARG001
 ) -> None:
     """Serve the OpenAI API in front of P, D, pD and R nodes, turn by turn by the table."""
+    from ppdbench.cluster.contract import named_cluster
     from ppdbench.router.config import RouterConfig
     from ppdbench.router.run import run
 
@@ -56,7 +56,7 @@ def serve(
     if table is not None:
         _say_if_simulated(table)
     config = RouterConfig(
-        cluster=_cluster(cluster, node),
+        cluster=named_cluster(cluster, node),
         policy=routed,
         shadow=asked,
         host=host,
@@ -91,15 +91,6 @@ def _say_if_simulated(table: Path) -> None:
 
     if load_table(table).simulated:
         say(f"ppd: {table} is {SIMULATED_NOTICE}")
-
-
-def _cluster(path: Path | None, nodes: list[str]) -> ClusterSpec:
-    from ppdbench.cluster.contract import cluster_from_options, read_cluster
-    from ppdbench.core.errors import UsageError
-
-    if (path is None) == (not nodes):
-        raise UsageError("name the nodes: either --cluster cluster.toml or --node ROLE=URL …")
-    return cluster_from_options(nodes) if path is None else read_cluster(path)
 
 
 def _keys(variable: str | None) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ppdbench.cli.cluster import launch_options
+from ppdbench.cli.modes import DEVICES_OF, refuse_elsewhere, typed_options
 from ppdbench.cli.output import command, say, show, show_json
 
 if TYPE_CHECKING:
@@ -17,9 +18,22 @@ if TYPE_CHECKING:
 
 EPILOG = "Example: ppd sweep --grid demo --seed 1 -o results/demo"
 
+LAUNCHED, LIVE = ("vllm",), ("vllm", "attach")
+BACKENDS_OF = {
+    **dict.fromkeys(("costs", "jobs", "trace"), ("sim",)),
+    "gpu": ("sim", "attach"),
+    "model": ("sim", "vllm"),
+    **dict.fromkeys(("device", "gpus", "tp", "vllm", "max_model_len", "dummy_weights"), LAUNCHED),
+    **dict.fromkeys(("engine_arg", "ready_within"), LAUNCHED),
+    **dict.fromkeys(("cluster", "node"), ("attach",)),
+    **dict.fromkeys(("dtype", "point_timeout", "warm_up", "no_canaries", "emulate_link"), LIVE),
+}
+"""Options that not every backend reads."""
+
 
 @command
 def sweep(
+    context: typer.Context,
     *,
     grid: Annotated[str, typer.Option(help="A grid of workloads/ by name, or a TOML file.")],
     out: Annotated[
@@ -110,6 +124,7 @@ def sweep(
     from ppdbench.experiments.live import LiveOptions
     from ppdbench.runs.aggregate import Limits
 
+    _check(typed_options(context), backend, device)
     choice = Choice(
         grid=grid,
         backend=backend,
@@ -142,12 +157,18 @@ def sweep(
         raise typer.Exit(1)
 
 
-def _cluster(path: Path | None, nodes: list[str]) -> ClusterSpec | None:
-    from ppdbench.cluster.contract import cluster_from_options, read_cluster
+def _check(typed: set[str], backend: str, device: str) -> None:
+    from ppdbench.experiments.choosing import check_backend
 
-    if path is not None:
-        return read_cluster(path)
-    return cluster_from_options(nodes) if nodes else None
+    check_backend(backend)
+    refuse_elsewhere(typed, BACKENDS_OF, "backend", backend)
+    refuse_elsewhere(typed, DEVICES_OF, "device", device)
+
+
+def _cluster(path: Path | None, nodes: list[str]) -> ClusterSpec | None:
+    from ppdbench.cluster.contract import named_cluster
+
+    return named_cluster(path, nodes) if path or nodes else None
 
 
 def _default_folder(grid: str) -> Path:

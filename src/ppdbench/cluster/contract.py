@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,6 +160,17 @@ def _lines(spec: ClusterSpec) -> Iterable[str]:
 def _quoted(text: str) -> str:
     """JSON's escapes are TOML's, but for DEL, which TOML wants escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def named_cluster(path: Path | None, nodes: Sequence[str]) -> ClusterSpec:
+    """The cluster of ``--cluster FILE`` or of ``--node ROLE=URL …``.
+
+    Raises:
+        UsageError: both or neither is given, or what is given describes no cluster.
+    """
+    if (path is None) == (not nodes):
+        raise UsageError("name the nodes: either --cluster cluster.toml or --node ROLE=URL …")
+    return cluster_from_options(nodes) if path is None else read_cluster(path)
 
 
 def cluster_from_options(options: Iterable[str]) -> ClusterSpec:

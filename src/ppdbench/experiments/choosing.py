@@ -52,10 +52,7 @@ def choose_backend(
     Raises:
         UsageError: anything that cannot be: grid, backend, GPU, model, setting.
     """
-    if choice.backend not in BACKENDS:
-        raise UsageError(
-            f"unknown backend {choice.backend!r}; known backends: {', '.join(BACKENDS)}"
-        )
+    check_backend(choice.backend)
     grid = load_grid(choice.grid)
     check_policies(grid.points())
     if choice.backend == "sim":
@@ -65,6 +62,12 @@ def choose_backend(
     if served is not None:
         grid = grid.counted_by(served)
     return LiveBackend(_measuring(choice, grid), source, choice.live, say, served)
+
+
+def check_backend(name: str) -> None:
+    """Raises UsageError for a backend that a sweep does not have."""
+    if name not in BACKENDS:
+        raise UsageError(f"unknown backend {name!r}; known backends: {', '.join(BACKENDS)}")
 
 
 def _served_tokenizer(choice: Choice) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ppdbench.cluster.contract import ClusterSpec, cluster_from_options, read_cluster
+from ppdbench.cluster.contract import named_cluster
 from ppdbench.cluster.engine import engine_version, find_python
 from ppdbench.cluster.launch import Cluster, LaunchOptions, launch
 from ppdbench.cluster.vllm_args import Device
@@ -144,22 +144,12 @@ def live_identity(
 def live_cluster(chosen: Chosen, topology: Topology, tell: Told) -> Iterator[Cluster]:
     """The nodes: launched here, or named by the user. Logs of a launch that failed are kept."""
     if chosen.backend == "attach":
-        yield Cluster(_attached(chosen))
+        yield Cluster(named_cluster(chosen.cluster_file, chosen.urls))
         return
     logs = Path(tempfile.mkdtemp(prefix="ppd-microbench-"))
     with launch(topology, _launch_options(chosen), logs, tell) as cluster:
         yield cluster
     shutil.rmtree(logs, ignore_errors=True)
-
-
-def _attached(chosen: Chosen) -> ClusterSpec:
-    if chosen.cluster_file is not None:
-        return read_cluster(chosen.cluster_file)
-    if chosen.urls:
-        return cluster_from_options(chosen.urls)
-    raise UsageError(
-        "--backend attach needs to know where: give --node R=http://host:port or --cluster FILE"
-    )
 
 
 def _launch_options(chosen: Chosen) -> LaunchOptions:
