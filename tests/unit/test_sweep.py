@@ -189,6 +189,19 @@ def test_an_unknown_backend_or_grid_is_refused():
         choose_backend(Choice(grid="nosuch"))
 
 
+@pytest.mark.parametrize("setting", ["gpu", "model"])
+def test_what_cannot_be_simulated_is_refused_before_any_data_is_read(setting, tmp_path):
+    """The grid's conversations are not even there, and it is the setting that is named."""
+    path = tmp_path / "recorded.toml"
+    path.write_text(GRID.replace("turns = [[128, 32], [16, 16]]", 'source = "absent.json"'))
+    refused = ppd("sweep", "--grid", path, f"--{setting}", "abacus", "-o", tmp_path / "run")
+
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("ppd: unknown")
+    assert "'abacus'" in refused.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_command_plans_without_running_and_refuses_an_existing_run(grid, tmp_path):
     """--dry-run says how many and how long; a folder with a run is wrong use."""
     plan = ppd("sweep", "--grid", grid, "--dry-run", "--json")

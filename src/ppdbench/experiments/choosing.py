@@ -21,7 +21,7 @@ from ppdbench.experiments.workers import available_cores
 from ppdbench.runs.aggregate import Limits
 from ppdbench.sim.calibrated import read_calibration
 from ppdbench.sim.config import SimConfig
-from ppdbench.sim.prepare import BUILT_IN
+from ppdbench.sim.prepare import BUILT_IN, capacity_for
 
 BACKENDS = ("sim", "vllm", "attach")
 
@@ -91,6 +91,7 @@ def _measuring(choice: Choice, grid: Grid, block_tokens: int | None = None) -> M
 def _simulated(choice: Choice, grid: Grid) -> SimulatedBackend:
     """Recorded replies in the history are replies of which no token is the one that was made."""
     config = sim_config(grid.settings, choice.settings)
+    capacity_for(config)  # an unknown GPU or model, before the grid's data is read
     if grid.engine.replies == "recorded":
         config = replace(config, retokenisation_loss=1.0)
     measuring = _measuring(choice, grid, config.block_tokens)
