@@ -215,6 +215,43 @@ def test_a_plan_is_a_grid_that_a_sweep_takes(table, tmp_path):
     assert planned["expected_s"] == 120
 
 
+ONE_TURN = """
+rates_per_s = [2.0]
+duration_s = 5.0
+[[arm]]
+topologies = ["2P_2D"]
+policies = ["remote"]
+[[workload]]
+name = "once"
+turns = [[64, 8]]
+"""
+
+
+@pytest.mark.parametrize(
+    ("traffic", "told"), [("", "grid ''"), ("{once}", "--traffic once has no later turn")]
+)
+def test_traffic_that_weighs_nothing_is_refused(table, tmp_path, traffic, told):
+    """Never taken as if --traffic had been left out."""
+    once = tmp_path / "once.toml"
+    once.write_text(ONE_TURN)
+    result = ppd("table", "plan", table, "--budget", "4m", "--traffic", traffic.format(once=once))
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert told in result.stderr
+
+
+def test_a_plan_says_what_its_traffic_met(table):
+    """In the document and on the terminal, with what lies outside the measured range."""
+    given = ("table", "plan", table, "--budget", "4m", "--traffic", "smoke")
+    met = said(*given)["traffic"]
+    shown = ppd(*given).stderr
+
+    assert met["grid"] == "smoke"
+    assert met["later_turns"] == met["outside"] > 0
+    assert f"{met['later_turns']} later turns look up {met['cells']} cells" in shown
+    assert said(*given[:5])["traffic"] is None
+
+
 def test_a_plan_for_another_grid_is_refused(table):
     """A grid that has none of the table's workloads cannot go on from it."""
     result = ppd("table", "plan", table, "--budget", "30m", "--grid", "smoke-live")

@@ -11,6 +11,7 @@ import typer
 from ppdbench.cli.output import command, say, show, show_json
 
 if TYPE_CHECKING:
+    from ppdbench.experiments.next_grid import Traffic
     from ppdbench.table.compare import Difference
     from ppdbench.table.regret import Regret
     from ppdbench.table.schema import Table
@@ -301,10 +302,11 @@ def plan(
     table = load_table(path)
     _say_simulated(table)
     base = _base_of(table, base)
-    source = grid or _grid_of(table)
+    source = _grid_of(table) if grid is None else grid
     known = load_grid(source)
-    weights = next_grid.traffic_of(load_grid(traffic), Lookup(table, base)) if traffic else None
-    chosen = next_grid.affordable(worths(table, base, weights), known, _seconds(budget))
+    met = None if traffic is None else next_grid.traffic_of(load_grid(traffic), Lookup(table, base))
+    found = worths(table, base, None if met is None else met.turns)
+    chosen = next_grid.affordable(found, known, _seconds(budget))
     text = next_grid.grid_text(source, base, chosen, next_grid.repeats(known))
     if output:
         _write(output, text)
@@ -312,13 +314,29 @@ def plan(
     expected_s = next_grid.place_s(known) * len(chosen)
     if json:
         places = [asdict(place) for place in chosen]
-        show_json({"grid": text, "places": places, "expected_s": expected_s})
+        weighed = None if met is None else _met(met)
+        show_json({"grid": text, "places": places, "expected_s": expected_s, "traffic": weighed})
         return
+    if met is not None:
+        say(
+            "traffic of {grid}: {later_turns} later turns look up {cells} cells; {outside} are "
+            "outside the measured range, {too_far} too far to count".format_map(_met(met))
+        )
     for place in chosen:
         say(f"{place.workload} at {place.rate_per_s:g}/s: value {place.value:.2g} S")
     say(f"{len(chosen)} places on both routes, about {expected_s:g} s")
     if not output:
         show(text.rstrip())
+
+
+def _met(traffic: Traffic) -> dict[str, Any]:
+    return {
+        "grid": traffic.grid,
+        "later_turns": traffic.later_turns,
+        "cells": len(traffic.turns),
+        "outside": traffic.outside,
+        "too_far": traffic.too_far,
+    }
 
 
 def _base_of(table: Table, wanted: str | None) -> str:

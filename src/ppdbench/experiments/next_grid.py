@@ -7,6 +7,7 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,56 @@ NEGLIGIBLE_SHARE = 1e-3
 """Places worth less than this share of the best one are not measured, whatever the budget."""
 
 
-def traffic_of(grid: Grid, lookup: Lookup) -> dict[int, float]:
-    """Later turns per cell, when a grid's conversations look the table up; at its own rates."""
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Which cells a grid's later turns look up.
+
+    ``turns`` holds how many, by cell. Of all ``later_turns``, ``outside`` lie beyond the measured
+    range; ``too_far`` of those are beyond the table's stated distance and look up no cell.
+    """
+
+    grid: str
+    turns: Mapping[int, float]
+    later_turns: int
+    outside: int
+    too_far: int
+
+
+def traffic_of(grid: Grid, lookup: Lookup) -> Traffic:
+    """What a grid's conversations look up, at the grid's own places and rates.
+
+    Raises:
+        UsageError: it has no later turn, or none that looks up a cell.
+    """
     topology = grid.arms[0].topologies[0]
-    turns: Counter[int] = Counter()
-    for workload in grid.workloads:
-        for rate in grid.rates_per_s:
-            for features in _later_turns(grid, PointKey(topology, SIDES[0], workload, rate)):
-                cell = lookup.decide(features).cell
-                if cell is not None:
-                    turns[cell] += 1
-    return {cell: float(count) for cell, count in turns.items()}
+    places = dict.fromkeys((key.workload, key.rate_per_s) for key in grid.points())
+    decisions = [
+        lookup.decide(features)
+        for place in places
+        for features in _later_turns(grid, PointKey(topology, SIDES[0], *place))
+    ]
+    turns = Counter(decision.cell for decision in decisions if decision.cell is not None)
+    if not turns:
+        raise UsageError(_no_traffic(grid, len(decisions)))
+    return Traffic(
+        grid.name,
+        {cell: float(count) for cell, count in turns.items()},
+        len(decisions),
+        outside=sum("extrapolated" in decision.reason for decision in decisions),
+        too_far=sum(decision.cell is None for decision in decisions),
+    )
+
+
+def _no_traffic(grid: Grid, later_turns: int) -> str:
+    if not later_turns:
+        return (
+            f"--traffic {grid.name} has no later turn, and only those look a table up; "
+            "give a grid of longer conversations or a longer duration"
+        )
+    return (
+        f"--traffic {grid.name}: all of its {later_turns} later turns are farther from every cell "
+        "than the table's max_distance; give a grid nearer to what was measured"
+    )
 
 
 def _later_turns(grid: Grid, key: PointKey) -> list[Features]:
@@ -57,7 +97,7 @@ def affordable(places: Sequence[Worth], grid: Grid, budget_s: float) -> list[Wor
     """The first places that fit, each measured on both sides with the grid's repeats.
 
     Raises:
-        UsageError: a grid without a duration, or a budget below one place.
+        UsageError: a grid without a duration, nothing of value, or a budget below one place.
     """
     per_place_s = place_s(grid)
     if not math.isfinite(per_place_s):
@@ -65,6 +105,11 @@ def affordable(places: Sequence[Worth], grid: Grid, budget_s: float) -> list[Wor
             f"grid {grid.name} follows a trace and has no duration; give another with --grid"
         )
     best = max((place.value for place in places), default=0.0)
+    if not best:
+        raise UsageError(
+            "nothing is worth measuring: every decision is certain, failed, or met by none of the "
+            "traffic; leave --traffic out or give another"
+        )
     known = [
         p for p in places if p.workload in grid.workloads and p.value > NEGLIGIBLE_SHARE * best
     ]

@@ -39,11 +39,11 @@ def worths(table: Table, topology: str, traffic: Mapping[int, float] | None = No
     Cells of which a route failed are left out: measuring again does not mend a failure.
     """
     values = _values(table, topology)
-    total = sum(traffic.values()) if traffic else len(values)
+    total = len(values) if traffic is None else sum(traffic.values())
     found: dict[Place, list[float]] = {}
     for index, value in values.items():
         cell = table.cells[index]
-        share = (traffic.get(index, 0.0) if traffic else 1.0) / total
+        share = (1.0 if traffic is None else traffic.get(index, 0.0)) / total
         found.setdefault((cell.workload, cell.centre["rate_per_s"]), []).append(value * share)
     places = [Worth(*place, sum(parts), len(parts)) for place, parts in found.items()]
     return sorted(places, key=lambda p: (-p.value, p.workload, p.rate_per_s))

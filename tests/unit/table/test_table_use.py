@@ -18,7 +18,7 @@ from ppdbench.table.fill import fill, reweight
 from ppdbench.table.lookup import Lookup
 from ppdbench.table.plan import expected_loss, worths
 from ppdbench.table.regret import between, held_out, of_policy, regrets, threshold, two
-from ppdbench.table.schema import counts
+from ppdbench.table.schema import Table, counts
 from ppdbench.table.score import Choice, Guard, Rule, Slo
 
 from .tables import cell, side, table_of
@@ -397,12 +397,38 @@ def test_a_budget_below_one_place_is_refused():
 def test_traffic_counts_the_later_turns_of_a_grids_conversations():
     """Every later turn of the grid looks up one cell."""
     table, smoke = smoke_table(), load_grid("smoke")
-    turns = next_grid.traffic_of(smoke, Lookup(table))
+    traffic = next_grid.traffic_of(smoke, Lookup(table))
+    turns = traffic.turns
 
+    assert (traffic.grid, traffic.too_far) == ("smoke", 0)
+    assert traffic.later_turns == sum(turns.values())
     assert set(turns) == set(range(4))
     by_rate = {rate: sum(n for i, n in turns.items() if table.cells[i].centre["rate_per_s"] == rate)
                for rate in (2.0, 8.0)}  # fmt: skip
     assert by_rate[8.0] > 2 * by_rate[2.0]
+
+
+def test_traffic_beyond_the_tables_distance_is_counted_or_refused():
+    """Turns without a cell weigh nothing; a grid that has only such turns is no traffic."""
+    smoke = load_grid("smoke")
+    near = smoke_table()
+    far = table_of(*(replace(c, centre={**c.centre, "new_tokens": 1e6}) for c in near.cells[:1]),
+                   max_distance=1.0)  # fmt: skip
+    split = Table(replace(near.rule, max_distance=0.01), near.provenance, near.cells[:1])
+
+    with pytest.raises(UsageError, match="farther from every cell"):
+        next_grid.traffic_of(smoke, Lookup(far))
+    traffic = next_grid.traffic_of(smoke, Lookup(split))
+    assert 0 < traffic.too_far == traffic.outside < traffic.later_turns
+
+
+def test_traffic_that_meets_no_cell_is_not_equal_traffic():
+    """No turns weigh nothing; they do not make every cell weigh the same."""
+    found = worths(table_of(cell(replicates=TORN)), "2P_2D", {5: 1.0})
+
+    assert [place.value for place in found] == [0.0]
+    with pytest.raises(UsageError, match="nothing is worth measuring"):
+        next_grid.affordable(found, load_grid("smoke"), 1800)
 
 
 def test_values_that_toml_can_hold_come_back():
