@@ -24,25 +24,15 @@ from typing import Any, Self
 import orjson
 
 from ppdbench.core.errors import RunError
+from ppdbench.core.files import TEMPORARY, write_whole
 from ppdbench.runs.manifest import Manifest, refuse_other_run
 
 MANIFEST, POINTS, TIMING = "manifest.json", "points.jsonl", "timing.jsonl"
-TEMPORARY = ".part"
 
 
 def point_line(document: Mapping[str, Any]) -> bytes:
     """One line of ``points.jsonl``: equal documents are equal bytes."""
     return orjson.dumps(document, option=orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Temporary file, fsync, rename: a reader sees all of it or nothing."""
-    temporary = path.with_name(path.name + TEMPORARY)
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 class RunWriter:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ppdbench.core.errors import UsageError
+from ppdbench.core.files import write_whole
 from ppdbench.sim.config import Connector, Overheads, SimConfig
 from ppdbench.sim.costs import CostTables
 
@@ -117,9 +118,7 @@ class Calibration:
 def write_calibration(path: Path, calibration: Calibration) -> None:
     """Write the file whole."""
     text = json.dumps(calibration.document(), indent=1, sort_keys=True, allow_nan=False)
-    draft = path.with_suffix(path.suffix + ".part")
-    draft.write_text(text + "\n")
-    draft.replace(path)
+    write_whole(path, text.encode() + b"\n")
 
 
 def read_calibration(path: Path) -> Calibration:

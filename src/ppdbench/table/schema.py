@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ppdbench.core.errors import TableError, UsageError
+from ppdbench.core.files import write_whole
 from ppdbench.runs.manifest import SIMULATED
 from ppdbench.table import kinds
 from ppdbench.table.score import (
@@ -252,17 +252,12 @@ def _side_document(side: Side | None) -> Document | None:
 
 
 def save_table(table: Table, path: Path) -> None:
-    """Write whole: a temporary file beside it, flushed to the disk, then renamed."""
-    if not path.name or path.is_dir():
+    """Write whole; a reader, the router's reload among them, sees the old table or the new one."""
+    if not path.name or (path.exists() and not path.is_file()):
         raise UsageError(f"cannot write table {str(path)!r}: not a file's name; choose another -o")
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(canonical(to_document(table)))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_whole(path, canonical(to_document(table)))
     except OSError as error:
         raise UsageError(
             f"cannot write table {path}: {error.strerror}; choose another -o"

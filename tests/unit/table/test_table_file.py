@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppdbench.core.errors import TableError
+from ppdbench.core.errors import TableError, UsageError
 from ppdbench.table.schema import (
     AXES,
     Cell,
@@ -192,3 +194,36 @@ def test_saving_leaves_one_whole_file(content, tmp_path):
 
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["t.json"]
     assert (tmp_path / "new" / "t.json").read_bytes() == content
+
+
+def test_saving_touches_no_other_file(content, tmp_path):
+    """Whatever lies beside the table under a name that a temporary file might have stays."""
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    (tmp_path / ".t.json.tmp").symlink_to(kept)
+    (tmp_path / "t.json.part").write_text("kept")
+
+    save_table(parse_table(content), tmp_path / "t.json")
+
+    assert kept.read_text() == (tmp_path / "t.json.part").read_text() == "kept"
+    assert (tmp_path / ".t.json.tmp").is_symlink()
+
+
+def test_two_writers_of_one_table_both_succeed(content, tmp_path):
+    """One of the two files stands at the end, whole."""
+    table, path = parse_table(content), tmp_path / "t.json"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: save_table(table, path), range(64)))
+
+    assert path.read_bytes() == content
+    assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
+
+
+def test_a_table_does_not_replace_what_is_no_file(content, tmp_path):
+    """A pipe or a device under that name stays what it is."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    with pytest.raises(UsageError, match="not a file's name"):
+        save_table(parse_table(content), pipe)
+    assert pipe.is_fifo()

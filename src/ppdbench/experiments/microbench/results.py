@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ppdbench.core.errors import RunError
+from ppdbench.core.files import write_whole
 from ppdbench.runs.manifest import Manifest
 from ppdbench.runs.recording import records_as_parquet
 from ppdbench.runs.records import TurnRecord
-from ppdbench.runs.store import MANIFEST, RunWriter, write_whole
+from ppdbench.runs.store import MANIFEST, RunWriter
 
 DOCUMENT = "microbench.json"
 SCHEMA_VERSION = 1
