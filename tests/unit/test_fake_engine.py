@@ -198,7 +198,23 @@ async def test_a_client_that_leaves_frees_its_slot(pool):
         ({"model": "other", "prompt": [1]}, 404),
         ({"prompt": []}, 400),
         ({"prompt": [1], "max_tokens": 999}, 400),
+        ({"prompt": [1], "max_tokens": "many"}, 400),
+        ({"prompt": [1], "max_tokens": 0}, 400),
+        ({"prompt": [1], "max_completion_tokens": [4]}, 400),
+        ({"prompt": [1], "stream_options": "x"}, 400),
+        ({"prompt": [1], "stream": {}}, 400),
+        ({"prompt": [1], "cache_salt": 5}, 400),
+        ({"prompt": [1], "kv_transfer_params": [1]}, 400),
+        ({"prompt": [], "kv_transfer_params": "x"}, 400),
+        ({"prompt": [], "kv_transfer_params": {"do_remote_prefill": True}}, 400),
+        ({"prompt": [1], "model": ["fake"]}, 400),
+        ({"prompt": {"a": 1}}, 400),
+        ({"prompt": [[[1]]]}, 400),
+        ({"prompt": ["a", 1]}, 400),
+        ({}, 400),
         ([1], 400),
+        ("hello", 400),
+        (None, 400),
     ],
 )
 async def test_bad_requests_are_refused_in_vllms_form(pool, body, status):
@@ -208,6 +224,55 @@ async def test_bad_requests_are_refused_in_vllms_form(pool, body, status):
 
     assert response.head.status == status
     assert response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        "hello",
+        {"role": "user"},
+        ["hello"],
+        [None],
+        [[1]],
+        [{"content": "no role"}],
+        [{"role": 5, "content": "x"}],
+        [{"role": "user", "content": {"text": "x"}}],
+        [{"role": "user", "content": 5}],
+    ],
+)
+async def test_what_is_no_chat_is_refused_and_the_connection_lives(pool, messages):
+    """400 in vLLM's form; the next request on the same connection is served."""
+    async with FakeEngine() as engine:
+        response = await post(pool, engine, {"messages": messages}, "/v1/chat/completions")
+        after = await ask(pool, engine, PROMPT)
+
+    assert response.head.status == 400
+    assert response.json()["error"]["message"]
+    assert after["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"remote_engine_id": "x"},
+        {"remote_engine_id": 5, "remote_host": "127.0.0.1", "remote_port": "none"},
+        {"remote_prefill_cached_tokens": "many"},
+    ],
+)
+async def test_a_hand_off_that_names_nobody_is_computed_here(pool, params):
+    """As vLLM does with parameters it cannot use."""
+    async with FakeEngine() as engine:
+        reply = await ask(pool, engine, PROMPT, kv_transfer_params=params)
+        pulled = await metric(pool, engine, "vllm:nixl_bytes_transferred_sum")
+
+    assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert pulled == 0
+
+
+@pytest.mark.parametrize("word", ["t²", "t" + "1" * 5000, "t٣"])
+def test_every_word_has_an_id(word):
+    """Digits that are no numbers of the toy vocabulary are words."""
+    assert all(0 <= i < 4096 for i in encode(word))
 
 
 async def test_reset_prefix_cache_is_refused_while_requests_run(pool):

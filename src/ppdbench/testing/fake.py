@@ -277,7 +277,7 @@ class FakeEngine:
             self._counters["bytes"] += pulled * BYTES_PER_TOKEN
             self._counters["transfers"] += 1
         remote = (generation.kv_transfer_params or {}).get("remote_prefill_cached_tokens")
-        generation.cached_tokens = hit + pulled if remote is None else remote
+        generation.cached_tokens = remote if isinstance(remote, int) else hit + pulled
 
     def _emit_all(self, job: _Job) -> None:
         while not job.answer.closed and self._emit(job):
@@ -369,13 +369,19 @@ class FakeEngine:
 
     def _give_kv(self, incoming: Incoming, responder: Responder) -> None:
         """Another node takes what was offered: once."""
-        held = self.held.pop(incoming.body.decode(), None)
+        held = self.held.pop(incoming.body.decode("utf-8", "replace"), None)
         responder.send_json(404 if held is None else 200, {"tokens": held or 0})
 
     async def _take_kv(self, params: dict[str, Any]) -> int:
-        """Tokens that the other node gave; 0 when it no longer holds them."""
-        origin = Origin("http", str(params["remote_host"]), int(params["remote_port"]))
-        body = str(params["remote_request_id"]).encode()
+        """Tokens that the other node gave; 0 when it no longer holds them.
+
+        As in vLLM, parameters that name no request of a node are no transfer.
+        """
+        try:
+            origin = Origin("http", str(params["remote_host"]), int(params["remote_port"]))
+            body = str(params["remote_request_id"]).encode()
+        except (KeyError, TypeError, ValueError):
+            return 0
         try:
             response = await self._pool.fetch(origin, Request("POST", "/fake/take", (), body))
         except HttpError:

@@ -24,6 +24,9 @@ EVENT_STREAM: Headers = ((b"content-type", b"text/event-stream; charset=utf-8"),
 VERSION = "0.32.0" + NOT_AN_ENGINE
 """The vLLM whose manner the shell follows, and a local mark that says it is none."""
 
+DEFAULT_OUTPUT_TOKENS = 16
+"""What vLLM answers to a completion that says nothing."""
+
 METRICS_TEXT: Headers = ((b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),)
 
 
@@ -259,8 +262,9 @@ class OpenAiShell:
             document = _parse(incoming.body)
             generation = self._read(incoming, document)
         except _RefusedError as refusal:
-            if isinstance(document, dict):
-                self._engine.refused(document.get("kv_transfer_params"))
+            params = document.get("kv_transfer_params") if isinstance(document, dict) else None
+            if isinstance(params, dict):
+                self._engine.refused(params)
             error = {"message": refusal.message, "type": refusal.kind, "param": None}
             responder.send_json(refusal.status, {"error": error | {"code": refusal.status}})
             return
@@ -269,30 +273,33 @@ class OpenAiShell:
 
     def _read(self, incoming: Incoming, document: dict[str, Any]) -> Generation:
         chat = incoming.path.endswith("/chat/completions")
-        if document.get("model", self._engine.model) != self._engine.model:
-            message = f"The model `{document['model']}` does not exist."
-            raise _RefusedError(404, message, "NotFoundError")
+        model = _field(document, "model", str)
+        if model not in (None, self._engine.model):
+            raise _RefusedError(404, f"The model `{model}` does not exist.", "NotFoundError")
         prompt = _prompt_ids(document, chat=chat)
-        wanted = document.get("max_completion_tokens") or document.get("max_tokens") or 16
+        wanted = _wanted_tokens(document)
         if len(prompt) + wanted > self._engine.max_model_len:
             raise _RefusedError(
                 400,
                 f"This model's maximum context length is {self._engine.max_model_len} tokens; "
                 f"{len(prompt)} in and {wanted} out were asked for.",
             )
-        options = document.get("stream_options") or {}
+        options = _field(document, "stream_options", dict) or {}
+        stream = bool(_field(document, "stream", int))
+        cache_salt = _field(document, "cache_salt", str) or ""
+        kv_transfer_params = _field(document, "kv_transfer_params", dict)
         index = next(self._count)
         asked_id = incoming.get(b"x-request-id")
         return Generation(
-            id=asked_id.decode() if asked_id else f"cmpl-{index}",
+            id=asked_id.decode("latin-1") if asked_id else f"cmpl-{index}",
             index=index,
             prompt=prompt,
             max_tokens=wanted,
             received_at_s=incoming.received_at_s,
             chat=chat,
-            stream=bool(document.get("stream")),
-            cache_salt=document.get("cache_salt") or "",
-            kv_transfer_params=document.get("kv_transfer_params"),
+            stream=stream,
+            cache_salt=cache_salt,
+            kv_transfer_params=kv_transfer_params,
             include_usage=bool(options.get("include_usage")),
             continuous_usage=bool(options.get("continuous_usage_stats")),
             return_token_ids=bool(document.get("return_token_ids")),
@@ -310,13 +317,42 @@ def _parse(body: bytes) -> dict[str, Any]:
     return document
 
 
+_KINDS = {str: "a text", int: "a whole number or a truth value", dict: "an object"}
+
+
+def _field(document: dict[str, Any], name: str, kind: type) -> Any:  # noqa: ANN401  (``kind``)
+    """A field of that kind, or ``None`` where it is missing or null."""
+    value = document.get(name)
+    if value is None or isinstance(value, kind):
+        return value
+    raise _RefusedError(400, f"{name} must be {_KINDS[kind]}, not {value!r:.40}")
+
+
+def _wanted_tokens(document: dict[str, Any]) -> int:
+    for name in ("max_completion_tokens", "max_tokens"):
+        wanted: int | None = _field(document, name, int)
+        if wanted is not None and wanted < 1:
+            raise _RefusedError(400, f"{name} must be at least 1, got {wanted}.")
+        if wanted is not None:
+            return wanted
+    return DEFAULT_OUTPUT_TOKENS
+
+
+def _chat_ids(messages: object) -> list[int]:
+    if not isinstance(messages, list) or not messages:
+        raise _RefusedError(400, "messages must be a list that is not empty")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise _RefusedError(400, f"a message must be an object with a role: {message!r:.40}")
+        if not isinstance(message.get("content"), str | list | None):
+            raise _RefusedError(400, "a message's content must be a text, a list of parts or null")
+    return tokens.encode_chat(messages)
+
+
 def _prompt_ids(document: dict[str, Any], *, chat: bool) -> list[int]:
     """The prompt as ids: a text, a list of ids, or a list that holds one of these."""
     if chat:
-        messages = document.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise _RefusedError(400, "messages must be a list that is not empty")
-        return tokens.encode_chat(messages)
+        return _chat_ids(document.get("messages"))
     prompt = document.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]

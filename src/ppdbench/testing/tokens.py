@@ -10,6 +10,7 @@ VOCABULARY = 4096
 _ROLE_END = 3
 _ROLE_IDS = {"system": 4, "user": 5, "assistant": 6, "tool": 7}
 _FIRST_WORD = 16
+_LONGEST_NUMBER = 20
 
 
 def encode(text: str) -> list[int]:
@@ -18,7 +19,7 @@ def encode(text: str) -> list[int]:
 
 
 def _word_id(word: str) -> int:
-    if word.startswith("t") and word[1:].isdigit():
+    if word.startswith("t") and word[1:].isdecimal() and len(word) <= _LONGEST_NUMBER:
         return int(word[1:]) % VOCABULARY
     return _FIRST_WORD + zlib.crc32(word.encode()) % (VOCABULARY - _FIRST_WORD)
 

@@ -17,11 +17,11 @@ from ppdbench.cluster.contract import cluster_from_options
 from ppdbench.http.client import Pool
 from ppdbench.http.errors import HttpError
 from ppdbench.http.messages import Origin, Request
-from ppdbench.http.server import Server
 from ppdbench.router.config import HealthRule, RouterConfig, Timeouts
 from ppdbench.router.policies import load_policy
 from ppdbench.router.shared import Shared, make_buffer
 from ppdbench.router.worker import Router
+from ppdbench.testing import FakeEngine
 
 ANSWER_LIMIT_S = 30.0
 CALM = HealthRule(every_s=3600.0, down_after=10**9)
@@ -33,20 +33,13 @@ COUNTS = [
 """Three tests of 3,400 cases make the 10,000 of a full run."""
 
 
-GOOD = {
-    "choices": [{"index": 0, "text": "x", "message": {"role": "assistant", "content": "x"}}],
-    "usage": {"prompt_tokens": 5, "completion_tokens": 1},
-    "kv_transfer_params": {"do_remote_prefill": True},
-}
-
-
 def _told(context: dict[str, Any]) -> str:
     error = context.get("exception")
     return "".join(traceback.format_exception(error)) if error else str(context)
 
 
 class Rig:
-    """Two routers in a loop of their own: before nodes that answer well, and before ``answer``."""
+    """Two routers in a loop of their own: before engines that refuse as vLLM does, and bytes."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -60,10 +53,11 @@ class Rig:
 
     async def _start(self) -> None:
         self.raw = await asyncio.start_server(self._say, "127.0.0.1", 0)
-        self.node = Server(lambda _, responder: responder.send_json(200, GOOD))
-        await self.node.start()
+        self.engines = [FakeEngine(max_model_len=1024, keep_log=False) for _ in range(2)]
+        for engine in self.engines:
+            await engine.start()
         raw_url = f"http://127.0.0.1:{self.raw.sockets[0].getsockname()[1]}"
-        good = self._router([f"P={self.node.url}", f"D={self.node.url}"])
+        good = self._router([f"{role}={e.url}" for role, e in zip("PD", self.engines, strict=True)])
         self.routers = [good, self._router([f"R={raw_url}"])]
         for router in self.routers:
             await router.start()
@@ -116,7 +110,8 @@ class Rig:
             await self.pool.close()
             for router in self.routers:
                 await router.close()
-            await self.node.close()
+            for engine in self.engines:
+                await engine.close()
             await asyncio.sleep(0.01)
 
         self.run(stop())
