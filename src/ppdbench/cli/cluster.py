@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ppdbench.cli.modes import DEVICES_OF, refuse_elsewhere, typed_options
-from ppdbench.cli.output import command, say, show, show_json
+from ppdbench.cli.output import command, if_interrupted, say, show, show_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -226,7 +226,8 @@ def _up(
     from ppdbench.cluster.launch import launch_commands
 
     say(f"starting {len(commands)} nodes; logs in {folder.logs}")
-    with launch_commands(commands, folder.logs, ready_within_s, say) as cluster:
+    stopped = if_interrupted("no node that was started stays up")
+    with stopped, launch_commands(commands, folder.logs, ready_within_s, say) as cluster:
         if check is not None:
             check(cluster)
         folder.write(backend, cluster.spec, cluster.processes)

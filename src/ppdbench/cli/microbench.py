@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ppdbench.cli.modes import typed_options
-from ppdbench.cli.output import command, say, show_json
+from ppdbench.cli.output import command, if_interrupted, say, show_json
 
 if TYPE_CHECKING:
     from ppdbench.experiments.microbench.attribution_run import AttributionPlan
@@ -134,7 +134,10 @@ def microbench(
         batch, context, new, repeats, seed, victim_context, shared_prefix, doses, dose_rate,
         dose_output, tokens, load,
     )  # fmt: skip
-    finished = _run(chosen, protocol, wanted, keep_records=keep_records, time_limit=time_limit)
+    with if_interrupted(
+        "no measurement was kept; --time-limit ends a live run with what is complete"
+    ):
+        finished = _run(chosen, protocol, wanted, keep_records=keep_records, time_limit=time_limit)
     _keep(finished, out)
     if calibrate is not None:
         finished.document["calibration"] = _fit_document(

@@ -50,6 +50,15 @@ def command(run: Callable[P, T]) -> Callable[P, T]:
     return wrapped
 
 
+@contextmanager
+def if_interrupted(left: str) -> Iterator[None]:
+    """Ctrl-C inside says what it ``left`` and how to go on; elsewhere, only that it happened."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(left) from None
+
+
 def _debug_from_environment() -> bool:
     return os.environ.get("PPD_DEBUG", "") not in ("", "0")
 
@@ -65,8 +74,8 @@ def _errors_as_sentences(*, debug: bool) -> Iterator[None]:
             traceback.print_exc()
         say(f"ppd: {error}")
         raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        say("ppd: interrupted; a sweep continues with --resume")
+    except KeyboardInterrupt as interrupt:
+        say("; ".join(["ppd: interrupted", *map(str, interrupt.args)]))
         raise SystemExit(130) from None
     except BrokenPipeError:
         sys.stderr.close()

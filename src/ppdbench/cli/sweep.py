@@ -9,7 +9,7 @@ import typer
 
 from ppdbench.cli.cluster import launch_options
 from ppdbench.cli.modes import DEVICES_OF, refuse_elsewhere, typed_options
-from ppdbench.cli.output import command, say, show, show_json
+from ppdbench.cli.output import command, if_interrupted, say, show, show_json
 
 if TYPE_CHECKING:
     from ppdbench.cluster.contract import ClusterSpec
@@ -184,7 +184,8 @@ def _run(backend: Backend, folder: Path, stop_width: float | None, *, resume: bo
     backend.measuring.grid.prepare(counting_progress())
     for notice in backend.measuring.grid.notices():
         say(f"ppd: {notice}")
-    with sweep_progress() as report:
+    resumable = f"the same command with --resume -o {folder} measures what is missing"
+    with if_interrupted(resumable), sweep_progress() as report:
         result = run_sweep(backend, folder, resume=resume, stop_width=stop_width, report=report)
     effort = result.effort
     if effort.events and effort.wall_s > 0:
