@@ -7,10 +7,14 @@ default of an undecided cell, or where sticky replicas beat both routes.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ppdbench.core.decision import Features, Route
 from ppdbench.core.errors import UsageError
@@ -131,8 +135,7 @@ def two(eff_isl: float, ratio: float) -> IsLocal:
     """Dynamo's ``isl_bounding``: both below their limits; new tokens are its effective ISL."""
 
     def is_local(cell: Cell) -> bool:
-        new, context = cell.centre["new_tokens"], cell.centre["context_tokens"]
-        return new < eff_isl and new / (context + new) < ratio
+        return cell.centre["new_tokens"] < eff_isl and _ratio(cell) < ratio
 
     return is_local
 
@@ -148,18 +151,51 @@ def best_threshold(table: Table) -> Regret:
 
 
 def best_two(table: Table) -> Regret:
-    """The best pair for Dynamo, over limits that lie between measured values."""
-    new = {cell.centre["new_tokens"] for cell in table.cells}
-    ratios = {_ratio(cell) for cell in table.cells}
-    tried = [
-        of_policy(table, "best_dynamo", two(*pair), None, **_named(pair))
-        for pair in ((n, r) for n in between(new) for r in [*between(ratios)[:-1], 1.0])
-    ]
-    return min(reversed(tried), key=lambda regret: regret.mean_with_failures)
+    """The best pair for Dynamo, over limits that lie between measured values.
+
+    Ties take the largest limit on new tokens, then the largest on the ratio.
+    """
+    new = between({cell.centre["new_tokens"] for cell in table.cells})
+    ratios = [*between({_ratio(cell) for cell in table.cells})[:-1], 1.0]
+    losses = _losses_of_pairs(table, new, ratios)
+    last = losses.size - 1 - int(np.argmin(losses[::-1, ::-1]))
+    row, column = divmod(last, len(ratios))
+    pair = new[row], ratios[column]
+    return of_policy(table, "best_dynamo", two(*pair), None, **_named(pair))
+
+
+def _losses_of_pairs(
+    table: Table, new: Sequence[float], ratios: Sequence[float]
+) -> NDArray[np.float64]:
+    """``mean_with_failures`` by limit on new tokens and by limit on the ratio.
+
+    What a pair gains is a sum over the cells below both limits, so sums along both axes give it
+    for all pairs at once, where asking :func:`of_policy` of each would look at every cell again.
+    """
+    gain, wrong = np.zeros((2, len(new) + 1, len(ratios) + 1))
+    worth, measured, failed_if_remote = 0.0, 0, 0
+    for one in _measured(table, None):
+        worth, measured = worth + one.worth, measured + 1
+        gain[_place(one.cell, new, ratios)] += one.verdict.s or 0.0
+    for cell, verdict in zip(table.cells, table.verdicts, strict=True):
+        if verdict.status is Status.ONE_SIDED:
+            must_be_local = verdict.choice is Choice.LOCAL
+            failed_if_remote += must_be_local
+            wrong[_place(cell, new, ratios)] += -1 if must_be_local else 1
+    gains, wrongs = (part.cumsum(0).cumsum(1)[:-1, :-1] for part in (gain, wrong))
+    failures = wrongs + failed_if_remote
+    lost = worth - gains + failures * _loss_of_failure(table)
+    return np.asarray(lost / np.maximum(measured + failures, 1))
+
+
+def _place(cell: Cell, new: Sequence[float], ratios: Sequence[float]) -> tuple[int, int]:
+    """The first limit on each axis that a cell is below."""
+    return bisect_right(new, cell.centre["new_tokens"]), bisect_right(ratios, _ratio(cell))
 
 
 def _ratio(cell: Cell) -> float:
-    return cell.centre["new_tokens"] / (cell.centre["new_tokens"] + cell.centre["context_tokens"])
+    new, context = cell.centre["new_tokens"], cell.centre["context_tokens"]
+    return new / (context + new)
 
 
 def between(values: Iterable[float]) -> list[float]:
@@ -257,4 +293,8 @@ def _regret(
 
 
 def _failed(table: Table, count: int) -> list[float]:
-    return [1.0 if table.rule.slo else table.rule.w_ttft] * count
+    return [_loss_of_failure(table)] * count
+
+
+def _loss_of_failure(table: Table) -> float:
+    return 1.0 if table.rule.slo else table.rule.w_ttft

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from dataclasses import replace
+from time import process_time
 
 import numpy as np
 import pytest
@@ -17,7 +18,15 @@ from ppdbench.table.export import export, non_cached_tokens, picks_local
 from ppdbench.table.fill import fill, reweight
 from ppdbench.table.lookup import Lookup
 from ppdbench.table.plan import expected_loss, worths
-from ppdbench.table.regret import between, held_out, of_policy, regrets, threshold, two
+from ppdbench.table.regret import (
+    best_two,
+    between,
+    held_out,
+    of_policy,
+    regrets,
+    threshold,
+    two,
+)
 from ppdbench.table.schema import Table, counts
 from ppdbench.table.score import Choice, Guard, Rule, Slo
 
@@ -251,6 +260,53 @@ def test_limits_between_values_split_them_in_every_way():
     limits = between({1.0, 4.0, 16.0})
 
     assert [sum(v < limit for v in (1, 4, 16)) for limit in limits] == [0, 1, 2, 3]
+
+
+def best_two_by_trying(table):
+    """Every pair asked of every cell: cubic, and plainly what the best pair means."""
+    new = between({c.centre["new_tokens"] for c in table.cells})
+    ratios = between(
+        {c.centre["new_tokens"] / (c.centre["context_tokens"] + c.centre["new_tokens"])
+         for c in table.cells}
+    )  # fmt: skip
+    tried = [
+        of_policy(table, "best_dynamo", two(n, r), None,
+                  eff_isl_threshold=n, eff_isl_ratio_threshold=r)
+        for n in new for r in [*ratios[:-1], 1.0]
+    ]  # fmt: skip
+    return min(reversed(tried), key=lambda regret: regret.mean_with_failures)
+
+
+def scattered_table(seed, count, **rule):
+    """Cells of random places and figures, some of them with a route that failed."""
+    rng = np.random.default_rng(seed)
+    failed = [{"remote": side(success=0.0)}, {"local": side(success=0.0)}, *[{}] * 8]
+    return table_of(
+        *(
+            cell(new=int(rng.integers(1, 40)), context=int(rng.integers(1, 400)), rate=float(n + 1),
+                 gain=float(rng.normal(0, 0.5)), **failed[rng.integers(10)])
+            for n in range(count)
+        ),
+        **rule,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_best_pair_is_the_one_that_trying_all_finds(seed):
+    """Limits and price, over random tables, with failed routes that count as lost TTFT weight."""
+    table = scattered_table(seed, 1 + 2 * seed, w_ttft=0.25 + seed)
+
+    assert best_two(table) == best_two_by_trying(table)
+
+
+def test_the_best_pair_of_many_cells_is_found_at_once():
+    """Work grows with pairs of limits, not with pairs times cells."""
+    table = scattered_table(7, 400)
+    _ = table.verdicts
+    began = process_time()
+    best_two(table)
+
+    assert process_time() - began < 0.5
 
 
 # --- exports
