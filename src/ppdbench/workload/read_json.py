@@ -13,6 +13,7 @@ import orjson
 from ppdbench.core.errors import WorkloadError
 from ppdbench.workload.account import Account
 from ppdbench.workload.chat import RawChat
+from ppdbench.workload.nesting import MOST_LEVELS, TooDeepError, is_deep, shallow
 from ppdbench.workload.unwrap import raw_chat
 
 _BUFFER_BYTES = 1 << 20
@@ -36,6 +37,11 @@ def read_json(path: Path, account: Account) -> Iterator[RawChat]:
             raise WorkloadError(
                 f"dataset {str(path)!r}: the gzip data is damaged or cut off ({error}); "
                 "copy the file again"
+            ) from error
+        except TooDeepError as error:
+            raise WorkloadError(
+                f"dataset {str(path)!r}: conversation {account.conversations.read + 1} is {error}, "
+                "which no export is; repair or fetch the file again"
             ) from error
     if account.conversations.read == 0:
         raise WorkloadError(
@@ -82,8 +88,9 @@ def _first_byte(stream: IO[bytes]) -> bytes:
 def _from_list(path: Path, stream: IO[bytes], account: Account) -> Iterator[Any]:
     import ijson
 
+    events = ijson.basic_parse(stream, buf_size=_BUFFER_BYTES, use_float=True)
     try:
-        yield from ijson.items(stream, "item", buf_size=_BUFFER_BYTES, use_float=True)
+        yield from ijson.items(ijson.parse(shallow(events)), "item")
     except ijson.JSONError as error:
         said = " ".join(str(error).split())
         if "EOF" in said or "premature" in said:
@@ -101,8 +108,10 @@ def _from_lines(path: Path, stream: IO[bytes], account: Account) -> Iterator[Any
         if not line.strip():
             continue
         try:
-            yield orjson.loads(line)
+            entry = orjson.loads(line)
         except orjson.JSONDecodeError as error:
+            if "depth limit" in str(error):
+                raise TooDeepError from error
             if not line.endswith(b"\n") and account.conversations.read:
                 account.truncated_at_byte = stream.tell()
                 return
@@ -110,3 +119,7 @@ def _from_lines(path: Path, stream: IO[bytes], account: Account) -> Iterator[Any
                 f"dataset {str(path)!r}, line {number} is not JSON in UTF-8 ({error}); "
                 "expected one conversation per line"
             ) from error
+        # Counting is quick and nearly always enough.
+        if line.count(b"[") + line.count(b"{") > MOST_LEVELS and is_deep(entry):
+            raise TooDeepError
+        yield entry

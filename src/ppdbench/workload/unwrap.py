@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from ppdbench.workload.chat import Message, RawChat
+from ppdbench.workload.nesting import is_deep
 
 _LISTS = ("conversations", "conversation", "messages", "items")
 _IDS = ("id", "conversation_hash", "conversation_id")
@@ -73,12 +74,14 @@ def _joined(parts: Iterable[Any]) -> str:
 
 
 def _from_json_string(value: object) -> object:
+    """What a string of JSON holds. One that nests too deeply is somebody's text."""
     if not isinstance(value, str) or value[:1] not in ("{", "["):
         return value
     try:
-        return orjson.loads(value)
+        inner = orjson.loads(value)
     except orjson.JSONDecodeError:
         return value
+    return value if is_deep(inner) else inner
 
 
 def _is_wrapper(value: object) -> bool:
