@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from ppdbench.core.errors import UsageError
+from ppdbench.sim.calibrated import read_calibration
 from ppdbench.sim.config import SimConfig
 from ppdbench.sim.gpus import gpu
 from ppdbench.sim.measured import measured_costs
@@ -59,6 +60,18 @@ def test_a_local_config_is_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
 
     assert model_shape(str(tmp_path)).kv_bytes_per_token == 2 * 4 * 2 * 64 * 2
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000])
+def test_a_damaged_config_or_calibration_is_one_sentence(content, tmp_path):
+    """Cut off, of another kind, or nested without end: the file is named, with what to do."""
+    path = tmp_path / "config.json"
+    path.write_text(content)
+
+    with pytest.raises(UsageError, match=r"config.json .*; copy the model's config again"):
+        model_shape(str(tmp_path))
+    with pytest.raises(UsageError, match=r"config.json is no calibration file .*; fit it again"):
+        read_calibration(path)
 
 
 def test_the_library_is_asked_without_any_connection(monkeypatch):

@@ -135,7 +135,7 @@ def read_calibration(path: Path) -> Calibration:
             f"costs {str(path)!r}: no such file; costs are measured, roofline, or a file that "
             "ppd microbench --calibrate wrote"
         ) from None
-    except (OSError, ValueError, AttributeError, KeyError) as error:
+    except (OSError, ValueError, RecursionError, TypeError, AttributeError, KeyError) as error:
         raise UsageError(f"{path} is no calibration file ({error!r}); fit it again") from error
     if (kind, version) != ("calibration", SCHEMA_VERSION):
         raise UsageError(

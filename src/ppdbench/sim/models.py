@@ -105,11 +105,21 @@ def model_shape(name: str) -> ModelShape:
         return shape
     config = Path(name) / "config.json"
     if config.is_file():
-        return _from_config(name, json.loads(config.read_text()))
+        return _from_config(name, _read(config))
     raise UsageError(
         f"unknown model {name!r}; known: {', '.join(known_models())}; "
         "or give a folder that holds the model's config.json"
     )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON ({error}); copy the model's config again") from error
+    if not isinstance(document, dict):
+        raise UsageError(f"{path} holds no JSON object; copy the model's config again")
+    return document
 
 
 def _from_config(name: str, config: dict[str, Any]) -> ModelShape:
