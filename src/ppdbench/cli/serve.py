@@ -10,6 +10,8 @@ import typer
 from ppdbench.cli.output import command, say
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ppdbench.router.config import RouterConfig
 
 EPILOG = "Example: ppd serve --table T.json --node P=http://127.0.0.1:8101 --node D=http://127.0.0.1:8201"
@@ -29,6 +31,12 @@ def serve(
     workers: int = typer.Option(1, help="Processes that share the port."),
     shadow: str | None = typer.Option(
         None, help="Route by this fixed policy and only log what the table would have done."
+    ),
+    tokenizer: str | None = typer.Option(
+        None,
+        metavar="FILE_OR_FOLDER",
+        help="Count new tokens of texts by this tokenizer.json, or the model folder's; "
+        "without it they are estimated from characters.",
     ),
     allow_mismatch: bool = typer.Option(
         False, help="Serve although the table was measured on another model or engine."
@@ -70,6 +78,7 @@ def serve(
         client_keys=_keys(client_keys),
         decisions_log=decisions_log,
         state_file=state_file,
+        count_tokens=_counter(tokenizer),
         drain_s=drain_s,
     )
     run(config, lambda url: _tell(config, url))
@@ -91,6 +100,16 @@ def _say_if_simulated(table: Path) -> None:
 
     if load_table(table).simulated:
         say(f"ppd: {table} is {SIMULATED_NOTICE}")
+
+
+def _counter(tokenizer: str | None) -> Callable[[str], int] | None:
+    """Counts a text as the served model does."""
+    from ppdbench.workload.tokens import load_tokenizer
+
+    if tokenizer is None:
+        return None
+    encode = load_tokenizer(tokenizer).encode
+    return lambda text: len(encode(text))
 
 
 def _keys(variable: str | None) -> tuple[str, ...]:

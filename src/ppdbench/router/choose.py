@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -40,6 +40,9 @@ LOST_SHARE = 0.5
 JUDGED_FROM_TOKENS = 256
 """Below two blocks of 128 tokens, the largest in use, rounding alone can hide half a context."""
 
+COUNTED_CHARACTERS = 16_384
+"""Longer texts are estimated: a tokenizer takes about 9 ms for these, and all other turns wait."""
+
 LOSS_MEMORY_S = 30.0
 """A node found evicting is taken to have lost what lay unused as long, for this time."""
 
@@ -71,17 +74,22 @@ class Plan(NamedTuple):
 
 
 class Chooser:
-    """Plans turns with one policy over shared memory; reads only the clock it is given."""
+    """Plans turns with one policy over shared memory; reads only the clock it is given.
 
-    def __init__(
+    ``count_tokens`` is the served model's tokenizer, if it is at hand.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917  (what a decision is made of)
         self,
         upstreams: Upstreams,
         policy: Policy,
         memory: Memory,
         rate: ArrivalRate,
         shadow: Policy | None = None,
+        count_tokens: Callable[[str], int] | None = None,
     ) -> None:
         self.memory = memory
+        self._count_tokens = count_tokens
         self.use(policy, shadow)
         self._upstreams = upstreams
         self._rate = rate
@@ -255,6 +263,8 @@ class Chooser:
     ) -> Features:
         estimates = self.estimates(body)
         context, new = _tokens(speaker, estimates, holds_kv=holds_kv)
+        if self._count_tokens is not None and holds_kv and home.role is not Role.R:
+            new = _counted(speaker, self._count_tokens) or new
         return Features(
             turn=speaker.turn,
             context_tokens=context,
@@ -304,6 +314,15 @@ def _tokens(speaker: Speaker, estimates: Estimates, *, holds_kv: bool) -> tuple[
     if note is None:
         return 0, estimates.tokens_in(history.size)
     return note.context_tokens, estimates.tokens_in(max(0, history.size - note.size))
+
+
+def _counted(speaker: Speaker, count: Callable[[str], int]) -> int:
+    """Tokens in the new part of a text; 0 where there is none or it is too long to count."""
+    history, found = speaker.history, speaker.found
+    if history is None or found is None:
+        return 0
+    texts = history.texts_behind(found.note)
+    return sum(map(count, texts)) if sum(map(len, texts)) <= COUNTED_CHARACTERS else 0
 
 
 def _explicit_name(session_id: bytes | None, body: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,7 +38,10 @@ class HealthRule:
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """``policy`` is a policy's name; ``shadow`` one that is only asked and logged."""
+    """``policy`` is a policy's name; ``shadow`` one that is only asked and logged.
+
+    ``count_tokens`` counts a text as the served model does; without it counts are estimated.
+    """
 
     cluster: ClusterSpec
     policy: str
@@ -53,6 +57,7 @@ class RouterConfig:
     client_keys: tuple[str, ...] = field(default=(), repr=False)
     decisions_log: Path | None = None
     state_file: Path | None = None
+    count_tokens: Callable[[str], int] | None = field(default=None, repr=False)
     timeouts: Timeouts = Timeouts()
     health: HealthRule = HealthRule()
     drain_s: float = 30.0

@@ -71,6 +71,10 @@ class History(Protocol):
         """
         ...
 
+    def texts_behind(self, note: Note) -> list[str]:
+        """What stands behind the place of ``note``, one text per message; empty for token ids."""
+        ...
+
 
 class Answer(NamedTuple):
     """What was answered, as far as the history of the next turn will show it."""
@@ -150,11 +154,14 @@ class ChatHistory:
 
     in_tokens = False
 
-    def __init__(self, hasher: xxhash.xxh3_128, marks: list[bytes], turn: int, size: int) -> None:
+    def __init__(
+        self, hasher: xxhash.xxh3_128, marks: list[bytes], messages: list[Any], size: int
+    ) -> None:
         self._hasher = hasher
         self._marks = marks
+        self._messages = messages
         self._prompt_key = hasher.digest()
-        self.turn = turn
+        self.turn = len(marks) // 2 + 1
         self.size = size
 
     def find(self, memory: Memory) -> Found | None:
@@ -178,6 +185,9 @@ class ChatHistory:
         raw = _answer_bytes(answer.text, answer.tools)
         _add(hasher, b"assistant", raw)
         _put(memory, hasher.digest(), _behind(note, self.size + len(raw), answer))
+
+    def texts_behind(self, note: Note) -> list[str]:
+        return _texts_behind(self._messages, note)
 
 
 class NamedChat:
@@ -210,10 +220,27 @@ class NamedChat:
         check = self._check(len(self._messages))
         memory.put(self._name, _behind(note, self.size + _size(answer), answer, check))
 
+    def texts_behind(self, note: Note) -> list[str]:
+        return _texts_behind(self._messages, note)
+
     def _check(self, count: int) -> int:
         """Of the first ``count`` messages, by the last of them."""
         _, raw = _role_and_content(self._messages[count - 1])
         return xxhash.xxh3_64_intdigest(raw, count) & 0xFFFFFFFF
+
+
+def _texts_behind(messages: list[Any], note: Note) -> list[str]:
+    """A note of turn n stands behind the nth answer, or before it where it was never seen."""
+    answers = [at for at, message in enumerate(messages) if _is_answer(message)]
+    if note.turn > len(answers):
+        return []
+    begin = answers[note.turn - 1] + bool(note.flags & ANSWERED)
+    return [_text(message) for message in messages[begin:]]
+
+
+def _text(message: object) -> str:
+    content = message.get("content") if isinstance(message, dict) else message
+    return _canonical(content).decode("utf-8", "replace")
 
 
 def _is_answer(message: object) -> bool:
@@ -285,7 +312,7 @@ def _read_chat(body: Mapping[str, Any], messages: list[Any]) -> ChatHistory:
         else:
             _add(hasher, role, raw)
         size += len(raw)
-    return ChatHistory(hasher, marks, len(marks) // 2 + 1, size)
+    return ChatHistory(hasher, marks, messages, size)
 
 
 def _role_and_content(message: object) -> tuple[bytes, bytes]:
@@ -340,6 +367,11 @@ class RawHistory:
         for border in {borders[0], borders[-1]} if borders else ():
             memory.add_size(self.key(raw, border, b"border"), note.size, note.used_s)
 
+    def texts_behind(self, note: Note) -> list[str]:
+        if self.in_tokens:
+            return []
+        return [self.raw[note.size :].decode("utf-8", "replace")]
+
     def with_answer(self, answer: Answer | None) -> bytes:
         """The history with its answer, as far as it is known in the prompt's own units."""
         if answer is None:
@@ -380,6 +412,9 @@ class NamedRaw:
         raw = self._history.with_answer(answer)
         size = len(raw) // self._history.unit
         memory.put(self._name, _behind(note, size, answer, self._check(raw, size)))
+
+    def texts_behind(self, note: Note) -> list[str]:
+        return self._history.texts_behind(note)
 
     def _check(self, raw: bytes, size: int) -> int:
         return int.from_bytes(self._history.key(raw, size, b"end")[:4], "little")

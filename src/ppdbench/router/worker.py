@@ -43,7 +43,14 @@ class Router:
         self.upstreams = Upstreams(config.cluster, shared.board)
         rate = ArrivalRate(shared.board)
         self._tables = Tables(config)
-        chooser = Chooser(self.upstreams, policy, shared.memory, rate, self._tables.shadow())
+        chooser = Chooser(
+            self.upstreams,
+            policy,
+            shared.memory,
+            rate,
+            self._tables.shadow(),
+            config.count_tokens,
+        )
         health = Health(self.upstreams, config.health)
         self.services = Services(config, chooser, health, Metrics(shared.board), shared.receipts)
         self._control = ControlPath(make_application(self.services, self.upstreams))

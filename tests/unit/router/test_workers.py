@@ -220,6 +220,37 @@ async def test_sighup_takes_a_good_table_and_keeps_the_one_in_use_for_a_bad_one(
     assert "JSON" in sentence
 
 
+def write_tokenizer(path) -> None:
+    """One token per word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path))
+
+
+@pytest.mark.parametrize("place", ["tokenizer.json", "."])
+async def test_a_tokenizer_counts_the_new_tokens_in_every_worker(tmp_path, place):
+    """File or folder: twelve words are twelve tokens, and a threshold of 12 sees no more."""
+    write_tokenizer(tmp_path / "tokenizer.json")
+    new = {"role": "user", "content": "incomprehensibilities " * 12}
+    async with FakeEngine() as p, FakeEngine() as d:
+        port = free_port()
+        nodes = (f"--node=P={p.url}", f"--node=D={d.url}", "--workers", "2")
+        options = ("--policy", "threshold:12", "--tokenizer", str(tmp_path / place), *nodes)
+        async with serving(*options, port=port):
+            await all_listen(port, 2)
+            for at in range(20):
+                history, _ = await chat(port, [asks(at, 1)])
+                await chat(port, [*history, new])
+            workers, _ = await shown_of(port, 40)
+            answer = await once(port, Request("GET", "/ppd/decisions?limit=1000"))
+    later = [it for it in answer.json()["decisions"] if it["turn"] == 2]
+
+    assert {it["worker"] for it in later} == workers == {0, 1}
+    assert {(it["new_tokens"], it["route"]) for it in later} == {(12, "local")}
+
+
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
@@ -228,6 +259,11 @@ async def test_sighup_takes_a_good_table_and_keeps_the_one_in_use_for_a_bad_one(
         (["--policy", "sideways", "--node", "R=http://127.0.0.1:1"], 2, "unknown policy"),
         (["--policy", "roles", "--node", "X=http://127.0.0.1:1"], 2, "role 'X' is unknown"),
         (["--policy", "roles", "--node", "D=http://127.0.0.1:1"], 2, "P is present exactly"),
+        (
+            ["--policy", "roles", "--node", "R=http://127.0.0.1:1", "--tokenizer", "none"],
+            2,
+            "expected a model folder that holds tokenizer.json",
+        ),
         (["--table", "none.json", "--node", "R=http://127.0.0.1:1"], 2, "none.json"),
     ],
 )
