@@ -26,7 +26,7 @@ class Node:
 
     ``api_key_env`` names the environment variable with the bearer token, so no file ever holds a
     key. ``ca_file`` is the authority that signed an ``https`` node's certificate. ``kv_events``
-    is the ZMQ endpoint of its KV events.
+    is the ZMQ endpoint of its KV events; nothing here reads it.
     """
 
     name: str
