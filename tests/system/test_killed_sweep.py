@@ -89,14 +89,15 @@ def test_ten_kills_lose_and_double_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_with_130_and_can_be_resumed(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_with_130_and_can_be_resumed(tmp_path, number):
     """What was finished is in points.jsonl, no worker stays, and the message names --resume."""
     grid, run = tmp_path / "grid.toml", tmp_path / "run"
     grid.write_text(GRID)
     process = start(grid, run, stderr=subprocess.PIPE)
     wait_for(process, run, 20)
     workers = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, number)
     _, said = process.communicate(timeout=30)
 
     assert process.returncode == 130

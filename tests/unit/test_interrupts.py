@@ -1,4 +1,4 @@
-"""Ctrl-C is exit code 130 and a sentence that is true of the command that was interrupted."""
+"""Ctrl-C or SIGTERM is exit code 130 and a sentence that is true of the command it ended."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def stopped_anywhere() -> None:
 
 
 @command
+def terminated() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+@command
 def stopped_in_its_work() -> None:
     with if_interrupted("half is there"):
         raise KeyboardInterrupt
@@ -31,6 +36,7 @@ def stopped_in_its_work() -> None:
     ("run", "said"),
     [
         (stopped_anywhere, "ppd: interrupted\n"),
+        (terminated, "ppd: interrupted\n"),
         (stopped_in_its_work, "ppd: interrupted; half is there\n"),
     ],
 )
@@ -40,6 +46,7 @@ def test_only_work_that_leaves_something_speaks_of_it(run, said, capsys):
         run()
     assert left.value.code == 130
     assert capsys.readouterr().err == said
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_an_interrupted_micro_benchmark_says_that_nothing_was_kept(monkeypatch, tmp_path):
@@ -57,7 +64,8 @@ def test_an_interrupted_micro_benchmark_says_that_nothing_was_kept(monkeypatch, 
 
 
 @pytest.mark.slow
-def test_an_interrupted_start_leaves_no_node(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_start_leaves_no_node(tmp_path, number):
     """What `cluster up` says then is so: no process, no state."""
     process = subprocess.Popen(
         [sys.executable, "-m", "ppdbench", "cluster", "up", "2R", "--backend", "sim",
@@ -70,7 +78,7 @@ def test_an_interrupted_start_leaves_no_node(tmp_path):
         begun = psutil.Process(process.pid)
         while len(nodes := begun.children(recursive=True)) < 2:
             time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, said = process.communicate(timeout=30)
     finally:
         process.kill()

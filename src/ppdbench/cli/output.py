@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,7 +37,7 @@ def show_json(document: Mapping[str, Any]) -> None:
 
 
 def command(run: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a command: our errors become one sentence and an exit code, Ctrl-C becomes 130.
+    """Wrap a command: our errors become one sentence and an exit code, Ctrl-C or SIGTERM 130.
 
     So do the system's refusals about a path: full disk, read-only folder, a file for a folder.
 
@@ -44,15 +46,30 @@ def command(run: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(run)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        with _errors_as_sentences(debug=bool(kwargs.get("debug")) or _debug_from_environment()):
+        debug = bool(kwargs.get("debug")) or _debug_from_environment()
+        with _errors_as_sentences(debug=debug), _sigterm_as_ctrl_c():
             return run(*args, **kwargs)
 
     return wrapped
 
 
 @contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """A scheduler's polite end goes the way of a user's. Where it is handled already, it stays."""
+    mine = threading.current_thread() is threading.main_thread()
+    if not mine or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
 def if_interrupted(left: str) -> Iterator[None]:
-    """Ctrl-C inside says what it ``left`` and how to go on; elsewhere, only that it happened."""
+    """An interrupt inside says what it ``left`` and how to go on; elsewhere, only that it was."""
     try:
         yield
     except KeyboardInterrupt:

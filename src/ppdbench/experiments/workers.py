@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -103,8 +102,7 @@ class _Pool(Generic[Q, A]):
 
 
 def _serve(task: Callable[[Q], A], pipe: Connection, parent: int) -> None:
-    """A worker's life. Ctrl-C is the parent's business."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """A worker's life."""
     die_with(parent)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:

@@ -11,7 +11,6 @@ import asyncio
 import math
 import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -108,7 +107,6 @@ def _work(pipe: Connection, part: Task, parent: int) -> None:
     """A load process's life: connect, wait for the common start, run, tell."""
     import uvloop
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(parent)
     try:
         pipe.send(uvloop.run(_serve(pipe, part)))
