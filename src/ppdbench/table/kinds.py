@@ -56,6 +56,14 @@ def texts(value: object) -> bool:
     return isinstance(value, list) and all(map(text, value))
 
 
+def named_texts(value: object) -> bool:
+    return isinstance(value, Mapping) and all(map(text, value.values()))
+
+
+def runs(value: object) -> bool:
+    return isinstance(value, list) and all(named_texts(run) and "digest" in run for run in value)
+
+
 def figures(value: object) -> bool:
     return (
         isinstance(value, Mapping)
@@ -106,7 +114,13 @@ RULE: Mapping[str, Holds] = {
     "max_distance": optional(positive),
 }
 WEIGHTS: Mapping[str, Holds] = {"w_ttft": number, "w_tpot": number}
-PROVENANCE: Mapping[str, Holds] = {"backend": text, "grids": texts}
+PROVENANCE: Mapping[str, Holds] = {
+    "backend": text,
+    "grids": texts,
+    "bases": texts,
+    "pairs": named_texts,
+    "runs": runs,
+}
 """Of what is there: the rest of the provenance is only shown."""
 
 
