@@ -166,7 +166,7 @@ async def _open_loop(url: str, rate_per_s: float, seconds: float) -> PointOutcom
 
 
 async def _point(url: str, arrivals: list[Arrival], users: int | None = None) -> PointOutcome:
-    settings = LiveSettings(TurnSettings("instant"), users=users)
+    settings = LiveSettings(TurnSettings("instant"), users=users, processes=1)
     outcome = await run_live_point(_cluster(url), RolesPolicy(), arrivals, 1.0, settings, 0)
     failed = [record.error for record in outcome.records if not record.ok]
     if failed:
