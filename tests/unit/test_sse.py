@@ -133,6 +133,7 @@ def test_without_usage_counts_are_marked_estimated():
 
     assert reply.output_tokens == 2
     assert reply.counts_estimated
+    assert reply.exact_token_at_s == []  # a gap between chunks is no gap between tokens
 
 
 def test_chunks_that_hold_an_unknown_number_of_tokens_give_no_instants():
@@ -202,6 +203,49 @@ def test_nonsense_in_an_event_is_a_failure_not_an_exception():
     reply.feed(b"data: <html>\n\ndata: [1]\n\n", 0.0)
 
     assert not reply.ended
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"choices": [None]},
+        {"choices": "x"},
+        {"choices": {"0": {"text": "a"}}},
+        {"choices": [{"delta": "hi"}]},
+        {"choices": [{"text": "a", "token_ids": 7}]},
+        {"choices": [], "usage": 5},
+        {"choices": [], "usage": {"completion_tokens": "12"}},
+        {"choices": [], "usage": {"prompt_tokens_details": "x"}},
+    ],
+)
+def test_json_of_another_shape_is_a_failure_not_an_exception(event):
+    """What raises in a reader ends up in the loop's log, not in the turn's record."""
+    reply = read(chunk(text="a"), event)
+
+    assert not reply.ended
+    assert "no completion" in reply.error
+
+
+def test_a_null_error_is_none():
+    """Servers that send every field send this one, too."""
+    counted = {"choices": [], "error": None, "usage": {"completion_tokens": 1}}
+
+    assert read(chunk(text="a"), counted).ended
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"choices": [{"text": ""}], "error": {"message": "out of blocks"}},
+        {"object": "error", "message": "out of blocks", "code": 400},
+    ],
+)
+def test_an_error_beside_choices_or_at_the_top_is_a_failure(event):
+    """Engines differ in where they put it; [DONE] follows all the same."""
+    reply = read(chunk(text="a"), event)
+
+    assert not reply.ended
+    assert "out of blocks" in reply.error
 
 
 def test_a_whole_answer_is_read_like_a_stream():

@@ -67,6 +67,19 @@ def test_half_written_files_are_dropped_and_never_counted(tmp_path):
     assert [line["point"] for line in read_timing(tmp_path)] == ["a", "b"]
 
 
+@pytest.mark.parametrize("content", [b"", b'{"topology":"1P_1D"', b"{}"])
+def test_a_point_cut_short_by_a_copy_is_no_finished_point(tmp_path, content):
+    """It would be missing from points.jsonl without a word, or damage it for good."""
+    with RunWriter(tmp_path, MANIFEST) as writer:
+        writer.put("a", b"{}\n")
+        writer.put("b", b"{}\n")
+    (tmp_path / "points/b.json").write_bytes(content)
+
+    with RunWriter(tmp_path, MANIFEST, resume=True) as writer:
+        assert writer.finished() == {"a"}
+        assert writer.assemble(["a", "b"]) == 1
+
+
 def test_a_second_writer_is_refused_until_the_first_process_is_gone(tmp_path):
     """The lock is the kernel's: it goes with the process, SIGKILL included."""
     hold = (

@@ -22,13 +22,13 @@ _TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "refusal")
 class Reply:
     """Grows as the answer comes in. ``feed`` takes body bytes and the instant of their read.
 
-    ``token_at_s`` has one entry per token when ``instants_exact``; otherwise one per chunk that
-    carried tokens, and gaps between tokens are unknown. ``error`` is the server's own words.
+    ``token_at_s`` has one entry per token where ids or a running count say how many a chunk holds,
+    else one per chunk that carried tokens. ``error`` is the server's own words.
     """
 
     __slots__ = (
         "_chunk_tokens", "_parser", "answer_at_s", "cached_tokens", "completion_tokens", "done",
-        "error", "finish_reason", "first_token_at_s", "instants_exact", "kv_transfer_params",
+        "error", "finish_reason", "first_token_at_s", "kv_transfer_params",
         "last_token_at_s", "prompt_token_ids", "prompt_tokens", "text", "token_at_s", "token_ids",
     )  # fmt: skip
 
@@ -39,7 +39,6 @@ class Reply:
         self.answer_at_s: float | None = None
         self.last_token_at_s: float | None = None
         self.token_at_s: list[float] = []
-        self.instants_exact = True
         self.token_ids: list[int] = []
         self.prompt_token_ids: list[int] = []
         self.text: list[str] = []
@@ -70,7 +69,7 @@ class Reply:
     @property
     def exact_token_at_s(self) -> list[float]:
         """An instant per token, or nothing when some chunk held an unknown number of them."""
-        exact = self.instants_exact and len(self.token_at_s) == self.output_tokens
+        exact = len(self.token_at_s) == self.output_tokens and not self.counts_estimated
         return self.token_at_s if exact else []
 
     def feed(self, data: bytes, at_s: float) -> None:
@@ -96,7 +95,10 @@ class Reply:
         if not isinstance(document, dict):
             self.error = f"the answer holds an event that is no object: {event[:80]!r}"
             return
-        self._take(document, at_s)
+        try:
+            self._take(document, at_s)
+        except (AttributeError, KeyError, TypeError):
+            self.error = f"the answer holds an event that is no completion: {event[:80]!r}"
 
     def _take(self, document: dict[str, Any], at_s: float) -> None:
         usage = document.get("usage")
@@ -104,8 +106,10 @@ class Reply:
         choices = document.get("choices")
         if choices:
             self._take_choice(choices[0], counted, at_s)
-        elif "error" in document:
+        if document.get("error") is not None:
             self.error = _error_text(document["error"])
+        elif document.get("object") == "error":
+            self.error = _error_text(document)
         if document.get("kv_transfer_params"):
             self.kv_transfer_params = document["kv_transfer_params"]
 

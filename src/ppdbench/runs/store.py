@@ -188,12 +188,24 @@ def _lock(folder: Path) -> int:
 
 
 def _drop_leftovers(folder: Path) -> None:
-    """Half-written files and a half-written last line of a sweep that was killed."""
+    """Half-written files and a half-written last line of a sweep that was killed.
+
+    A point whose line does not end was cut by a copy or a full disk; it is measured again.
+    """
     for path in folder.rglob(f"*{TEMPORARY}"):
         path.unlink()
+    for path in (folder / "points").glob("*.json"):
+        if not _ends_its_line(path):
+            path.unlink()
     timing = folder / TIMING
     if timing.exists() and not (content := timing.read_bytes()).endswith(b"\n"):
         write_whole(timing, content[: content.rfind(b"\n") + 1])
+
+
+def _ends_its_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-min(1, path.stat().st_size), os.SEEK_END)
+        return file.read() == b"\n"
 
 
 def _sync_folder(folder: Path) -> None:
