@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 
 import pytest
@@ -47,6 +48,14 @@ def test_the_costs_that_were_put_in_come_out(document, tmp_path):
     assert made.steps.sequence_s == pytest.approx(TRUE.sequence_s, rel=0.2)
     assert made.fit["held_out_cells"] == 12
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_with_fitted_costs_can_be_stored(tmp_path):
+    """Its manifest holds the whole configuration, and JSON has no infinity for "no bound"."""
+    config = ENGINE.config(tmp_path / "costs.json")
+
+    json.dumps(config.as_dict(), allow_nan=False)
+    assert config.overheads.host_s(1000) == pytest.approx(2e-3 + 1000 * (3e-4 - 6e-5))
 
 
 def test_a_third_of_the_cells_is_never_fitted(document):

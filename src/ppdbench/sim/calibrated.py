@@ -83,7 +83,7 @@ class Calibration:
         """A sequence's own token is dense work too, so only the rest of it is host time."""
         steps = self.steps
         rest_s = max(0.0, steps.sequence_s - steps.token_s)
-        return Overheads(steps.step_s, rest_s, float("inf"), steps.request_s)
+        return Overheads(steps.step_s, rest_s, None, steps.request_s)
 
     def tables(self) -> CostTables:
         """As the simulator reads costs from any source."""

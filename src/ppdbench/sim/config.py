@@ -12,19 +12,23 @@ from ppdbench.core.errors import UsageError
 class Overheads:
     """Time outside the GPU's kernels. ``docs/simulator.md`` says where each default was fitted.
 
-    A step costs ``step_s`` and ``sequence_s`` per running sequence up to ``sequence_cap_s``.
+    A step costs ``step_s`` and ``sequence_s`` per running sequence up to ``sequence_cap_s``, or
+    without a bound where that is ``None``.
     ``request_s`` stands once before each request (HTTP, tokenizer, the engine's hand-over), with
     ``open_request_s`` for each request then open in the cluster: one proxy process serves them all.
     """
 
     step_s: float = 1.5e-3
     sequence_s: float = 0.0383e-3
-    sequence_cap_s: float = 10e-3
+    sequence_cap_s: float | None = 10e-3
     request_s: float = 20e-3
     open_request_s: float = 0.0
 
     def host_s(self, sequences: int) -> float:
-        return self.step_s + min(self.sequence_cap_s, self.sequence_s * sequences)
+        together_s = self.sequence_s * sequences
+        if self.sequence_cap_s is not None:
+            together_s = min(self.sequence_cap_s, together_s)
+        return self.step_s + together_s
 
 
 @dataclass(frozen=True, slots=True)
