@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ppdbench.plots.style import CLASS_COLOURS, finish, grid, look
+
 BAND = 0.2
+LIVE_BAND = 0.1
+PANELS = {"TTFT, Turn 2+": "ttft_later", "TTFT, Turn 1": "ttft_first", "TPOT": "tpot"}
+"""Title and the metric's name in ``live.json`` without its quantile."""
 
 
 def fidelity_figure(
@@ -31,3 +38,37 @@ def fidelity_figure(
     axes.set(xlabel="measured on 4× H100, ms", ylabel="predicted, ms (dotted: ±20 %)")
     axes.legend(fontsize=6, ncols=2)
     return figure
+
+
+def live_figure(points: Sequence[Mapping[str, Any]], source: Mapping[str, Any]) -> Figure:
+    """Three panels of points as in ``live.json``; ``source`` says what served the real run."""
+    with look():
+        figure = grid(len(PANELS))
+        for axes, (title, name) in zip(figure.axes, PANELS.items(), strict=True):
+            _live_panel(axes, title, name, points)
+        figure.axes[0].set_ylabel("predicted, ms")
+        figure.axes[0].legend()
+        note = "Filled: p50, hollow: p95, of each point. Dotted: ±10 %."
+        return finish(figure, "The simulator against a real run", source, note)
+
+
+def _live_panel(axes: Axes, title: str, name: str, points: Sequence[Mapping[str, Any]]) -> None:
+    seen: list[float] = []
+    for route in sorted({point["route"] for point in points}):
+        mine = [point["figures"] for point in points if point["route"] == route]
+        for quantile, fill in (("p50", CLASS_COLOURS[route]), ("p95", "none")):
+            known = [found for f in mine if (found := f[f"{name}_{quantile}"])]
+            x, y = ([f[side] * 1e3 for f in known] for side in ("real_s", "predicted_s"))
+            label = route if quantile == "p50" else None
+            axes.scatter(x, y, s=18, facecolors=fill, edgecolors=CLASS_COLOURS[route], label=label)
+            seen += [*x, *y]
+    _identity(axes, seen)
+    axes.set(xscale="log", yscale="log", title=title, xlabel="real, ms")
+
+
+def _identity(axes: Axes, seen: Sequence[float]) -> None:
+    if seen:
+        ends = [min(seen), max(seen)]
+        axes.plot(ends, ends, color="black", linewidth=1)
+        for factor in (1 - LIVE_BAND, 1 + LIVE_BAND):
+            axes.plot(ends, [end * factor for end in ends], color="grey", linestyle=":")
