@@ -189,6 +189,20 @@ def test_the_plan_comes_from_the_arrivals():
     assert plan.shared_tokens == {"a": 4}
 
 
+def test_an_answer_that_came_whole_counts_its_tokens_and_has_no_limit_to_keep():
+    """Pulls need unstreamed turns: their tokens are output, and their TTFT is unknown, not bad."""
+    unstreamed = turn("c0", 1, out=11, first_token_at_s=None, whole=True)
+    later = turn("c0", 2, at=5.0, out=11)
+
+    result = point([unstreamed, later])
+
+    assert result["output_tokens_per_s"] == pytest.approx(2.2)
+    assert result["goodput"]["requests_per_s"] is None
+    assert result["turn1"]["attainment"]["ttft_s"]["0.5"] is None
+    assert result["all"]["attainment"]["ttft_s"]["0.5"] == 1.0
+    assert result["all"]["attainment"]["tpot_s"]["0.03"] == 1.0
+
+
 def test_a_failed_point_is_a_whole_point_with_its_cause():
     """It has every field, no number it does not know, and never votes."""
     result = failed_point(KEY, 7, "d0 died", Plan(5, 10, 10.0))

@@ -291,6 +291,7 @@ async def test_pulls_come_after_unstreamed_turns_which_have_no_ttft_of_their_own
     assert {r.route for r in by_turn[2] + by_turn[3]} == {Route.PULL}
     assert {(r.whole, r.ttft_s, r.tpot_s) for r in by_turn[1] + by_turn[2]} == {(True, None, None)}
     assert all(r.ttft_s > 0 and r.output_tokens == 8 for r in by_turn[3])
+    assert [len(r.token_at_s) for turn in (1, 2, 3) for r in by_turn[turn]] == [0] * 8 + [8] * 4
     assert on_p.transfers == 8
 
 

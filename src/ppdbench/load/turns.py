@@ -446,7 +446,7 @@ class _Flight:
             record.finished_at_s = self._on_clock(reply.last_token_at_s)
         else:
             record.finished_at_s = self._turns.clock.now_s
-        if self._turns.settings.keep_token_instants and record.ok:
+        if self._turns.settings.keep_token_instants and record.ok and not record.whole:
             start_s = self._turns.clock.start_s
             record.token_at_s = [at_s - start_s for at_s in reply.exact_token_at_s]
 

@@ -134,6 +134,11 @@ class Columns:
             new=column(r.new_tokens for r in records),
         )
 
+    @property
+    def untimed(self) -> Mask:
+        """Good turns whose answer came whole: nobody knows when its first token was there."""
+        return self.ok & np.isnan(self.first_s)
+
     def latencies(self) -> Floats:
         """One row per name of :data:`LATENCIES`; NaN for a turn that has none."""
         decoded = np.where(self.output > 1, self.output - 1, np.nan)
@@ -216,6 +221,7 @@ def _turn_class(
 ) -> dict[str, Any]:
     failed = int(np.count_nonzero(mask & ~columns.ok))
     attempted = int(np.count_nonzero(mask))
+    judged = attempted - int(np.count_nonzero(mask & columns.untimed))
     summaries = _summaries(np.concatenate((latencies, counts))[:, mask])
     chosen = latencies[:, mask]
     return {
@@ -224,7 +230,7 @@ def _turn_class(
         **dict(zip(LATENCIES + COUNTS, summaries, strict=True)),
         "itl_s": _inter_token_summary(itl, mask),
         "adjusted": _adjusted(chosen, columns.ok[mask]) if failed else _plain(summaries),
-        "attainment": _attainment(chosen, attempted),
+        "attainment": _attainment(chosen, judged),
     }
 
 
@@ -259,12 +265,12 @@ def _plain(summaries: Sequence[dict[str, float | None]]) -> dict[str, dict[str, 
     }
 
 
-def _attainment(latencies: Floats, attempted: int) -> dict[str, dict[str, float | None]]:
-    """Share of all turns, failed ones included, that kept each limit."""
+def _attainment(latencies: Floats, judged: int) -> dict[str, dict[str, float | None]]:
+    """Share of the turns that failed or can be timed that kept each limit."""
 
     def shares(row: Floats, limits: Sequence[float]) -> dict[str, float | None]:
         return {
-            str(limit): float(np.count_nonzero(row <= limit)) / attempted if attempted else None
+            str(limit): float(np.count_nonzero(row <= limit)) / judged if judged else None
             for limit in limits
         }
 
@@ -331,6 +337,7 @@ def _throughput(columns: Columns, window: float, limits: Limits) -> dict[str, An
     latencies = columns.latencies()
     met = (latencies[0] <= limits.ttft_s) & ~(latencies[2] > limits.tpot_s)
     inside = finished <= start + window
+    known_met = None if columns.untimed.any() else np.count_nonzero(inside & met)
     return {
         "window_s": window,
         "requests_per_s": _per_s(np.count_nonzero(inside), window),
@@ -338,7 +345,7 @@ def _throughput(columns: Columns, window: float, limits: Limits) -> dict[str, An
         "goodput": {
             "ttft_s": limits.ttft_s,
             "tpot_s": limits.tpot_s,
-            "requests_per_s": _per_s(np.count_nonzero(inside & met), window),
+            "requests_per_s": None if known_met is None else _per_s(known_met, window),
         },
         "with_drain": {
             "drain_s": max(0.0, end - start - window),
@@ -353,9 +360,13 @@ def _per_s(amount: float | np.integer[Any], duration_s: float) -> float | None:
 
 
 def _tokens_before(columns: Columns, end_s: float) -> float:
-    """Output tokens by ``end_s``; those of a turn lie evenly from its first to its last token."""
+    """Output tokens by ``end_s``; those of a turn lie evenly from its first to its last token.
+
+    All tokens of an answer that came whole lie at its end.
+    """
     ok = columns.ok & ~np.isnan(columns.output) & ~np.isnan(columns.finished_s)
-    first, finished, output = columns.first_s[ok], columns.finished_s[ok], columns.output[ok]
+    firsts = np.where(columns.untimed, columns.finished_s, columns.first_s)
+    first, finished, output = firsts[ok], columns.finished_s[ok], columns.output[ok]
     span = finished - first
     share = np.divide(end_s - first, span, out=np.full_like(span, np.inf), where=span > 0)
     begun = first <= end_s
