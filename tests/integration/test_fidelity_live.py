@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +28,7 @@ STEPS = StepCosts(
 HOP = {"fixed_s": 0.01, "per_token_s": 1e-5}
 FITTED = Calibration("tiny", "vllm", "0", 128, 500_000, 2048, 8192, 2048, STEPS, {}, HOP)
 SLOWER = 1.1
+SCRIPT = Path(__file__).parents[2] / "scripts" / "fidelity"
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +76,29 @@ def test_costs_of_another_engine_are_refused(run, tmp_path):
 
     with pytest.raises(RunError, match="128 tokens and the costs were fitted with 16"):
         compare_with_replay(run / "run", tmp_path / "other.json")
+
+
+def fidelity(*arguments):
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_script_writes_the_comparison_and_prints_its_table(run, tmp_path):
+    """Sorted keys in live.json; the table is printed as it is stored; the figure is there."""
+    out = tmp_path / "out"
+    result = fidelity("--live", run / "run", "--costs", run / "costs.json", "-o", out)
+    text = (out / "live.json").read_text()
+
+    assert result.returncode == 0, result.stderr
+    assert text == json.dumps(json.loads(text), indent=1, sort_keys=True) + "\n"
+    assert result.stdout == (out / "live.md").read_text()
+    assert (out / "live.png").stat().st_size > 10_000
+
+
+def test_the_script_wants_the_run_and_its_costs_together(run):
+    """One without the other is wrong use, not the other comparison."""
+    result = fidelity("--live", run / "run")
+
+    assert result.returncode == 2
+    assert "--live RUN and --costs FILE belong together" in result.stderr

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ppdbench.plots.style import CLASS_COLOURS, finish, grid, look
+from ppdbench.plots.style import CLASS_COLOURS, MARKERS, finish, grid, look
 
 BAND = 0.2
 LIVE_BAND = 0.1
+TICKS = 4
 PANELS = {"TTFT, Turn 2+": "ttft_later", "TTFT, Turn 1": "ttft_first", "TPOT": "tpot"}
 """Title and the metric's name in ``live.json`` without its quantile."""
 
@@ -48,27 +50,34 @@ def live_figure(points: Sequence[Mapping[str, Any]], source: Mapping[str, Any]) 
             _live_panel(axes, title, name, points)
         figure.axes[0].set_ylabel("predicted, ms")
         figure.axes[0].legend()
-        note = "Filled: p50, hollow: p95, of each point. Dotted: ±10 %."
+        note = "Each mark is a point of the run. Filled: p50, hollow: p95. Dotted: ±10 %."
         return finish(figure, "The simulator against a real run", source, note)
 
 
 def _live_panel(axes: Axes, title: str, name: str, points: Sequence[Mapping[str, Any]]) -> None:
     seen: list[float] = []
-    for route in sorted({point["route"] for point in points}):
+    routes = sorted({point["route"] for point in points})
+    for route, marker in zip(routes, MARKERS, strict=False):
         mine = [point["figures"] for point in points if point["route"] == route]
         for quantile, fill in (("p50", CLASS_COLOURS[route]), ("p95", "none")):
             known = [found for f in mine if (found := f[f"{name}_{quantile}"])]
             x, y = ([f[side] * 1e3 for f in known] for side in ("real_s", "predicted_s"))
-            label = route if quantile == "p50" else None
-            axes.scatter(x, y, s=18, facecolors=fill, edgecolors=CLASS_COLOURS[route], label=label)
+            axes.scatter(
+                x, y, s=18, marker=marker, alpha=0.8, facecolors=fill,
+                edgecolors=CLASS_COLOURS[route], label=route if quantile == "p50" else None,
+            )  # fmt: skip
             seen += [*x, *y]
-    _identity(axes, seen)
     axes.set(xscale="log", yscale="log", title=title, xlabel="real, ms")
-
-
-def _identity(axes: Axes, seen: Sequence[float]) -> None:
     if seen:
-        ends = [min(seen), max(seen)]
-        axes.plot(ends, ends, color="black", linewidth=1)
-        for factor in (1 - LIVE_BAND, 1 + LIVE_BAND):
-            axes.plot(ends, [end * factor for end in ends], color="grey", linestyle=":")
+        _identity(axes, min(seen), max(seen))
+
+
+def _identity(axes: Axes, low: float, high: float) -> None:
+    """The line, its band, and a few plain ticks: less than a decade has no good ones of its own."""
+    axes.plot([low, high], [low, high], color="black", linewidth=1)
+    for factor in (1 - LIVE_BAND, 1 + LIVE_BAND):
+        axes.plot([low, high], [low * factor, high * factor], color="grey", linestyle=":")
+    ticks = np.geomspace(low, high, TICKS)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks([], minor=True)
+        axis.set_ticks(ticks, [f"{tick:.3g}" for tick in ticks])
