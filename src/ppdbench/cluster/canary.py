@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,7 @@ class Prober:
         body = self._body(prompt_ids, output_tokens, cold=cold)
         sent, prefilled = self._through_prefill(path, body, pull_from)
         answer = control.post(path.node, "/v1/completions", sent, self._limit_s)
-        output_ids = tuple(answer["choices"][0]["token_ids"])
+        output_ids = _output_ids(path.node, answer)
         return Answer(
             tuple(prompt_ids),
             output_ids,
@@ -117,6 +117,16 @@ class Prober:
             "return_token_ids": True,
         }
         return body | {"cache_salt": uuid.uuid4().hex} if cold else body
+
+
+def _output_ids(node: Node, answer: Mapping[str, Any]) -> tuple[int, ...]:
+    match answer.get("choices"):
+        case [{"token_ids": [*ids]}, *_]:
+            return tuple(ids)
+    raise EngineError(
+        f"node {node.name} at {node.url} answered a canary without token ids, so no route can be "
+        "compared; it must know return_token_ids, as vLLM does"
+    )
 
 
 @dataclass(frozen=True, slots=True)

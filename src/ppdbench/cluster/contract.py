@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,19 +39,23 @@ class Node:
     ca_file: str | None = None
 
     def __post_init__(self) -> None:
-        url = urlsplit(self.url)
-        if url.scheme not in ("http", "https") or not url.hostname or url.path not in ("", "/"):
+        if not _is_address(self.url, path=False):
             raise UsageError(
-                f"node {self.name!r}: url {self.url!r} is not http(s)://host:port without a path"
+                f"url {self.url!r} of node {self.name!r} is not http(s)://host:port without a path"
             )
         object.__setattr__(self, "url", self.url.rstrip("/"))
         object.__setattr__(self, "metrics_url", self.metrics_url or f"{self.url}/metrics")
+        if not _is_address(self.metrics_url, path=True):
+            raise UsageError(
+                f"metrics_url {self.metrics_url!r} of node {self.name!r} is not "
+                "http(s)://host:port/path"
+            )
 
     def headers(self) -> dict[str, str]:
         """Authorization for this node, or nothing.
 
         Raises:
-            UsageError: ``api_key_env`` names a variable that is not set.
+            UsageError: ``api_key_env`` names a variable that is not set, or holds no key.
         """
         if self.api_key_env is None:
             return {}
@@ -60,7 +65,37 @@ class Node:
                 f"node {self.name!r} takes its API key from ${self.api_key_env}, which is not set; "
                 f"export {self.api_key_env}=…"
             )
+        if not (key.isascii() and key.isprintable()):
+            raise UsageError(
+                f"node {self.name!r}: ${self.api_key_env} holds a line break or another character "
+                "that no HTTP header can carry; export the key alone"
+            )
         return {"Authorization": f"Bearer {key}"}
+
+    def tls(self) -> ssl.SSLContext:
+        """Whom to trust when this node speaks ``https``: its ``ca_file``, else the system.
+
+        Raises:
+            UsageError: ``ca_file`` cannot be read or holds no certificate.
+        """
+        try:
+            return ssl.create_default_context(cafile=self.ca_file)
+        except OSError as error:
+            raise UsageError(
+                f"node {self.name!r}: ca_file {self.ca_file!r} cannot be used ({error}); "
+                "give a PEM file with the authority's certificate"
+            ) from error
+
+
+def _is_address(text: str, *, path: bool) -> bool:
+    """Whether ``text`` is an ``http(s)`` address with a port that exists; ``path`` allows one."""
+    try:
+        url = urlsplit(text)
+        port = url.port
+    except ValueError:
+        return False
+    bare = url.path in ("", "/") and not url.query and not url.fragment
+    return url.scheme in ("http", "https") and bool(url.hostname) and port != 0 and (path or bare)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +137,7 @@ def read_cluster(path: Path) -> ClusterSpec:
         raise UsageError(
             f"cluster file {path} does not exist; `ppd cluster up TOPOLOGY` writes one"
         ) from None
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"cluster file {path} cannot be read: {error}") from error
     return parse_cluster(document, str(path))
 
@@ -110,7 +145,11 @@ def read_cluster(path: Path) -> ClusterSpec:
 def parse_cluster(document: Mapping[str, Any], source: str) -> ClusterSpec:
     """A parsed TOML document as a cluster; ``source`` names it in errors."""
     entries = document.get("node")
-    if not isinstance(entries, list) or not entries:
+    if (
+        not isinstance(entries, list)
+        or not entries
+        or not all(isinstance(entry, Mapping) for entry in entries)
+    ):
         raise UsageError(
             f"{source}: no [[node]] in it; each node is [[node]] with name, role and url"
         )
@@ -128,7 +167,10 @@ def _node(entry: Mapping[str, Any], source: str) -> Node:
             f"fields are {sorted(_FIELDS)}"
         )
     fields = {key: value for key, value in entry.items() if key != "role"}
-    return Node(role=read_role(entry["role"]), **fields)
+    try:
+        return Node(role=read_role(entry["role"]), **fields)
+    except UsageError as error:
+        raise UsageError(f"{source}, node {entry['name']!r}: {error}") from None
 
 
 def read_role(text: str) -> Role:

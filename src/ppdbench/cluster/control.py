@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import ssl
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,19 +21,39 @@ class NodeError(EngineError):
 
 def get(node: Node, url: str, timeout_s: float) -> str:
     """The text at ``url`` with this node's key and certificate authority."""
-    return _call(node, "GET", url, None, timeout_s).decode()
+    return _call(node, "GET", url, None, timeout_s).decode(errors="replace")
+
+
+def get_json(node: Node, path: str, timeout_s: float) -> dict[str, Any]:
+    """The JSON object at ``path``."""
+    url = node.url + path
+    return _document(node, url, _call(node, "GET", url, None, timeout_s))
 
 
 def post(node: Node, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """The JSON answer to a JSON request."""
-    answer = _call(node, "POST", node.url + path, json.dumps(body).encode(), timeout_s)
-    document: dict[str, Any] = json.loads(answer)
+    url = node.url + path
+    return _document(node, url, _call(node, "POST", url, json.dumps(body).encode(), timeout_s))
+
+
+def _document(node: Node, url: str, answer: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(answer)
+    except ValueError:
+        document = None
+    if not isinstance(document, dict):
+        text = answer[:100].decode(errors="replace")
+        raise NodeError(
+            f"node {node.name} at {url} answered {text!r}, which is no JSON object; "
+            "check that this is the address of a vLLM server"
+        )
     return document
 
 
 def _call(node: Node, method: str, url: str, body: bytes | None, timeout_s: float) -> bytes:
     connection = _connect(node, url, timeout_s)
-    path = urlsplit(url).path or "/"
+    parts = urlsplit(url)
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     headers = {**node.headers(), "Content-Type": "application/json"}
     try:
         connection.request(method, path, body, headers)
@@ -56,8 +75,7 @@ def _connect(node: Node, url: str, timeout_s: float) -> http.client.HTTPConnecti
     parts = urlsplit(url)
     assert parts.hostname is not None
     if parts.scheme == "https":
-        context = ssl.create_default_context(cafile=node.ca_file)
         return http.client.HTTPSConnection(
-            parts.hostname, parts.port, timeout=timeout_s, context=context
+            parts.hostname, parts.port, timeout=timeout_s, context=node.tls()
         )
     return http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)

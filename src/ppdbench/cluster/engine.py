@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ppdbench.cluster import control
 from ppdbench.cluster.contract import Node
@@ -110,22 +111,30 @@ def probe(node: Node, timeout_s: float = 10.0) -> EngineFacts:
         EngineError: it does not answer, or serves no model.
         UsageError: it is a vLLM that is too old.
     """
-    models = json.loads(control.get(node, node.url + "/v1/models", timeout_s)).get("data")
-    if not models:
-        raise EngineError(f"node {node.name} at {node.url} serves no model")
+    model = _first_model(node, timeout_s)
     block_size = _block_size(control.get(node, node.metrics_url, timeout_s))
     version = _version(node, timeout_s)
     numbers = read_version(version or "")
     if numbers is not None and block_size is not None:  # only vLLM says its block size
         check_version(numbers, node.url)
-    return EngineFacts(version, models[0]["id"], models[0].get("max_model_len"), block_size)
+    return EngineFacts(version, model["id"], model.get("max_model_len"), block_size)
+
+
+def _first_model(node: Node, timeout_s: float) -> Mapping[str, Any]:
+    models = control.get_json(node, "/v1/models", timeout_s).get("data")
+    model = models[0] if isinstance(models, list) and models else None
+    if isinstance(model, Mapping) and isinstance(model.get("id"), str):
+        return model
+    raise EngineError(
+        f"node {node.name} at {node.url} serves no model; check that this is the address of a "
+        "vLLM server"
+    )
 
 
 def _version(node: Node, timeout_s: float) -> str | None:
-
     try:
-        version = json.loads(control.get(node, node.url + "/version", timeout_s)).get("version")
-    except (EngineError, ValueError):  # a server that is not vLLM need not have it
+        version = control.get_json(node, "/version", timeout_s).get("version")
+    except EngineError:  # a server that is not vLLM need not have it
         return None
     return None if version is None else str(version)
 

@@ -6,7 +6,6 @@ by :meth:`HttpTurns.watch`, which the driver calls now and then.
 
 from __future__ import annotations
 
-import ssl
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -207,7 +206,7 @@ class HttpTurns:
         )
         pool = self._pools.get(node.ca_file)
         if pool is None:
-            tls = ssl.create_default_context(cafile=node.ca_file) if node.ca_file else None
+            tls = node.tls() if node.ca_file else None
             pool = self._pools[node.ca_file] = Pool(tls=tls)
         return _Address(Origin.parse(node.url), headers, pool)
 

@@ -57,6 +57,11 @@ def test_a_hand_written_file_needs_only_name_role_and_url(tmp_path):
         ('[[node]]\nname="a"\nrole="X"\nurl="http://a:1"', "roles are"),
         ('[[node]]\nname="a"\nrole="R"\nurl="a:1"', "not http"),
         ('[[node]]\nname="a"\nrole="R"\nurl="http://a:1"\nport=3', "unknown"),
+        ('[[node]]\nname="a"\nrole="R"\nurl="http://a:99999"', "not http"),
+        ('[[node]]\nname="a"\nrole="R"\nurl="http://a:1?x=1"', "without a path"),
+        ('[[node]]\nname="a"\nrole="R"\nurl="http://a:1"\nmetrics_url="a:1/m"', "metrics_url"),
+        ('[[node]]\nname="bad"\nrole="X"\nurl="http://a:1"', "cluster.toml, node 'bad'"),
+        ("node = [3]", r"no \[\[node\]\]"),
         ('[[node]]\nname="a"\nrole="D"\nurl="http://a:1"', "P is present exactly"),
         ('[[node]]\nname="a"\nrole="R"\nurl="http://a:1"\n' * 2, "unique"),
     ],
@@ -68,6 +73,35 @@ def test_a_wrong_cluster_file_is_refused_with_its_reason(tmp_path, text, word):
 
     with pytest.raises(UsageError, match=word):
         read_cluster(path)
+
+
+def test_a_cluster_file_that_is_no_text_is_refused(tmp_path):
+    """Bytes that are not UTF-8 are a sentence too."""
+    path = tmp_path / "cluster.toml"
+    path.write_bytes(b"\xff\xfe")
+
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_cluster(path)
+
+
+@pytest.mark.parametrize("key", ["a\nb", "ключ"])
+def test_a_key_that_no_header_carries_is_refused_and_not_shown(monkeypatch, key):
+    """A secret file's line break is the usual one; the message names the variable alone."""
+    monkeypatch.setenv("PPD_TEST_KEY", key)
+
+    with pytest.raises(UsageError, match=r"\$PPD_TEST_KEY holds a line break") as error:
+        Node("r0", Role.R, "http://a:1", api_key_env="PPD_TEST_KEY").headers()
+    assert key not in str(error.value)
+
+
+def test_a_certificate_file_that_is_not_there_is_named(tmp_path):
+    """So is one that holds no certificate."""
+    empty = tmp_path / "empty.pem"
+    empty.write_text("nothing")
+
+    for file in (str(tmp_path / "none.pem"), str(empty)):
+        with pytest.raises(UsageError, match=f"'r0': ca_file '{file}' cannot be used"):
+            Node("r0", Role.R, "https://a:1", ca_file=file).tls()
 
 
 def test_a_missing_cluster_file_says_how_to_get_one(tmp_path):
