@@ -20,6 +20,7 @@ from ppdbench.core.decision import Route
 from ppdbench.core.topology import Role
 from ppdbench.load.clock import WallClock
 from ppdbench.load.hand_offs import HandOffGate
+from ppdbench.load.history import IdHistory
 from ppdbench.load.live import LiveSettings, run_live_point
 from ppdbench.load.turns import HttpTurns, TurnSettings
 from ppdbench.policy.parse import parse_policy
@@ -494,3 +495,13 @@ async def test_a_bug_in_a_policy_ends_the_point_at_once():
     async with ScriptedCluster("1P_1D") as cluster:
         with pytest.raises(ZeroDivisionError, match="c0/2"):
             await run_live_point(cluster.spec, BrokenPolicy(), talks(1), 1.0, settings(), 1)
+
+
+@on_uvloop
+async def test_a_bug_at_the_end_of_an_answer_ends_the_point_at_once(monkeypatch):
+    """The event loop would only log it, and the turn would be out until its time is over."""
+    monkeypatch.setattr(IdHistory, "hear", lambda *_: 1 / 0)
+
+    async with asyncio.timeout(5), ScriptedCluster("1P_1D") as cluster:
+        with pytest.raises(ZeroDivisionError):
+            await play(cluster, "local", talks(1))

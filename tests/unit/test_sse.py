@@ -215,6 +215,7 @@ def test_nonsense_in_an_event_is_a_failure_not_an_exception():
         {"choices": [{"text": "a", "token_ids": 7}]},
         {"choices": [], "usage": 5},
         {"choices": [], "usage": {"completion_tokens": "12"}},
+        {"choices": [], "usage": {"prompt_tokens": "12"}},
         {"choices": [], "usage": {"prompt_tokens_details": "x"}},
     ],
 )
@@ -224,6 +225,14 @@ def test_json_of_another_shape_is_a_failure_not_an_exception(event):
 
     assert not reply.ended
     assert "no completion" in reply.error
+
+
+def test_a_null_count_takes_no_count_back():
+    """Some servers end with a usage of nulls."""
+    counted = {**chunk(text="a"), "usage": {"prompt_tokens": 3, "completion_tokens": 1}}
+    reply = read(counted, {"choices": [], "usage": {"prompt_tokens": None}})
+
+    assert (reply.prompt_tokens, reply.output_tokens) == (3, 1)
 
 
 def test_a_null_error_is_none():

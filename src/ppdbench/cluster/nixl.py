@@ -82,19 +82,21 @@ def _prefill_params(pull_from: HeldKv | None) -> dict[str, Any]:
     }
 
 
-def read_prefilled(answer: Mapping[str, Any]) -> Prefilled:
-    """Read P's answer.
+def read_prefilled(answer: object) -> Prefilled:
+    """Read P's answer, whatever JSON it is; counts of another shape are unknown.
 
     Raises:
         EngineError: the answer has no ``kv_transfer_params``, so D would silently compute alone.
     """
+    answer = answer if isinstance(answer, dict) else {}
     params = answer.get(PARAMS)
     if not isinstance(params, dict) or not params.get("do_remote_prefill"):
         raise EngineError(
             f"the prefill node answered without usable {PARAMS} (got {params!r}); start it with "
             "--kv-transfer-config naming NixlConnector, or route these turns local"
         )
-    usage = answer.get("usage") or {}
+    usage = answer.get("usage")
+    usage = usage if isinstance(usage, dict) else {}
     return Prefilled(params, usage.get("prompt_tokens"), cached_tokens(usage))
 
 
@@ -160,6 +162,6 @@ def pull_refusal(held: HeldKv | None, prompt_ids: Sequence[int] | None) -> str |
 
 def cached_tokens(usage: Mapping[str, Any]) -> int | None:
     """Prompt tokens that were not computed, as the server counted them; ``None`` if it did not."""
-    details = usage.get("prompt_tokens_details") or {}
-    cached = details.get("cached_tokens")
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
     return None if cached is None else int(cached)

@@ -116,11 +116,10 @@ class Reply:
     def _take_usage(self, usage: dict[str, Any]) -> int | None:
         """Note the counts; returns how many tokens are new since the last usage."""
         before = self.completion_tokens or 0
-        self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
-        self.completion_tokens = usage.get("completion_tokens", self.completion_tokens)
-        details = usage.get("prompt_tokens_details")
-        if details and details.get("cached_tokens") is not None:
-            self.cached_tokens = details["cached_tokens"]
+        self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
+        self.completion_tokens = _count(usage.get("completion_tokens"), self.completion_tokens)
+        details = usage.get("prompt_tokens_details") or {}
+        self.cached_tokens = _count(details.get("cached_tokens"), self.cached_tokens)
         return None if self.completion_tokens is None else self.completion_tokens - before
 
     def _take_choice(self, choice: dict[str, Any], counted: int | None, at_s: float) -> None:
@@ -156,6 +155,13 @@ class Reply:
             tokens = 1
         self._chunk_tokens += tokens
         self.token_at_s += [at_s] * tokens if tokens > 1 else [at_s]
+
+
+def _count(value: object, known: int | None) -> int | None:
+    """A null says nothing new; TypeError for what is no count."""
+    if value is not None and not isinstance(value, int):
+        raise TypeError(value)
+    return known if value is None else value
 
 
 def _carries_tokens(delta: dict[str, Any]) -> bool:

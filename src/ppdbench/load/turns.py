@@ -303,6 +303,15 @@ class _Flight:
             self._reply.feed(data, at_s)
 
     def on_end(self, at_s: float) -> None:
+        """A bug of ours ends the point: the loop alone would log it and the turn never end."""
+        try:
+            self._end(at_s)
+        except Exception as error:
+            if self._turns.clock.on_error is None:
+                raise
+            self._turns.clock.on_error(error)
+
+    def _end(self, at_s: float) -> None:
         assert self._head is not None
         if self._head.status != 200:
             self._land(Outcome.UPSTREAM_STATUS, self._status_text())

@@ -125,3 +125,18 @@ def test_cached_tokens_unknown_is_none_and_zero_is_zero():
     """A server that says nothing has not said 0."""
     assert cached_tokens({"prompt_tokens": 3}) is None
     assert cached_tokens({"prompt_tokens_details": {"cached_tokens": 0}}) == 0
+
+
+@pytest.mark.parametrize("answer", [None, [], "no", {"kv_transfer_params": [HANDED_OVER]}])
+def test_an_answer_of_another_shape_hands_nothing_over(answer):
+    """Whatever JSON comes with HTTP 200, it is an error with words."""
+    with pytest.raises(EngineError, match="kv_transfer_params"):
+        read_prefilled(answer)
+
+
+@pytest.mark.parametrize("usage", ["x", [1], {"prompt_tokens_details": "x"}])
+def test_counts_of_another_shape_are_unknown(usage):
+    """The hand-off itself is good; what P had cached, nobody knows."""
+    prefilled = read_prefilled({"kv_transfer_params": HANDED_OVER, "usage": usage})
+
+    assert prefilled.cached_tokens is None
