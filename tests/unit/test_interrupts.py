@@ -63,6 +63,73 @@ def test_an_interrupted_micro_benchmark_says_that_nothing_was_kept(monkeypatch, 
     assert not (tmp_path / "run").exists()
 
 
+INTERRUPTED_RUN = """
+import asyncio, contextlib, sys, time
+from ppdbench.cli.output import command
+from ppdbench.experiments.microbench import bench, engines
+from ppdbench.experiments.microbench.plan import Limits
+
+@contextlib.contextmanager
+def start_that_takes_long(*_):
+    print("starting", flush=True)
+    try:
+        time.sleep(20)
+        yield
+    finally:
+        print("stopped", flush=True)
+
+@contextlib.asynccontextmanager
+async def engine_that_runs(*_):
+    print("starting", flush=True)
+    try:
+        yield Engine(), None
+    finally:
+        await asyncio.sleep(0.01)
+        print("stopped", flush=True)
+
+async def looked(*_):
+    return Limits()
+
+class Engine:
+    async def run(self, script):
+        await asyncio.sleep(20)
+
+@command
+def main():
+    chosen = engines.Chosen("vllm")
+    if sys.argv[1] == "start":
+        engines.launch = start_that_takes_long
+        bench.run_handoff(chosen, bench.HandoffPlan(), bench.Manner(print))
+    else:
+        bench.live_engine, bench.look = engine_that_runs, looked
+        plan = bench.AttributionPlan((1,), 1)
+        bench.run_attribution(chosen, plan, bench.Manner(lambda _: None))
+
+main()
+"""
+
+
+@pytest.mark.parametrize("moment", ["start", "course"])
+def test_ctrl_c_ends_a_live_micro_benchmark_at_once(moment):
+    """While its engine starts, and in its course: 130, one line, and what it started is stopped."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED_RUN, moment], text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        while process.stdout.readline() != "starting\n":
+            pass
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        shown, said = process.communicate(timeout=10)
+    finally:
+        process.kill()
+    assert process.returncode == 130, said
+    assert shown == "stopped\n"
+    assert said == "ppd: interrupted\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_start_leaves_no_node(tmp_path, number):

@@ -122,7 +122,9 @@ def test_a_measured_hop_becomes_the_simulators_connector(document, tmp_path):
     """The idle fit of a hand-off result goes into the file, never below 0."""
     hop = {"fixed_s": 0.03, "per_token_s": -1e-9, "bytes_per_token": 2048.0}
     made = calibrate_from(
-        [document, {"protocol": "handoff", "fits": {"0": hop}}], seed=0, into=tmp_path / "c.json"
+        [document, {**document, "protocol": "handoff", "fits": {"0": hop}}],
+        seed=0,
+        into=tmp_path / "c.json",
     )
     profile = made.config(tmp_path / "c.json").hand_off
 
@@ -135,3 +137,15 @@ def test_a_prompt_is_computed_in_chunks_of_the_budget():
     assert chunks_of(Dose(Kind.APPEND, 100, 5000), 2048) == [
         (2048, 100), (2048, 2148), (904, 4196),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [({}, "one interference result"), ({"protocol": "paper"}, "one interference result"),
+     ({"protocol": "handoff", "model": "other"}, "differ in model: other and tiny"),
+     ({"protocol": "handoff", "engine_version": "0.9"}, "differ in engine_version")],
+)  # fmt: skip
+def test_results_that_do_not_belong_together_are_refused(other, words, document, tmp_path):
+    """None of them is dropped in silence, and no hop of another engine enters the costs."""
+    with pytest.raises(UsageError, match=words):
+        calibrate_from([document, document | other], seed=0, into=tmp_path / "costs.json")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
 
 from ppdbench.cli.app import app
+from ppdbench.cli.microbench_tables import shortfalls, show_document
+from ppdbench.experiments.microbench import interference
 
 ONE_CELL = ("--batch", "1", "--context", "256", "--new", "16", "--repeats", "1")
 
@@ -62,3 +65,73 @@ def test_json_is_one_document_alone():
 
     assert result.exit_code == 0
     assert {row["kind"] for row in json.loads(result.stdout)["rows"]} == {"full", "append"}
+
+
+def test_no_digit_of_an_interval_is_cut():
+    """A table is as wide as it needs where no terminal sets a width."""
+    result = invoke(*ONE_CELL[:-1], "2")
+
+    assert result.exit_code == 0
+    assert "…" in result.stdout
+    assert "repeats" in result.stdout
+    assert not re.search(r"\.…|[0-9]…", result.stdout)
+
+
+ROW = {
+    "kind": "full", "batch": 4, "context_tokens": 0, "new_tokens": 544, "repeats": 3,
+    "slowdown_mean": 0.1, "slowdown_ci": None, "tpot_dosed_s": 0.01, "itl_p99_s": 0.02,
+    "max_gap_s": 0.03, "injected_ttft_s": 0.04,
+}  # fmt: skip
+HOP = {
+    "way": "remote", "running_mean": 0.0, "prompt_tokens": 512, "context_tokens": 0,
+    "ttft_s": 0.02, "ttft_ci": None, "repeats": 3,
+}  # fmt: skip
+CUT_SHORT = {
+    "protocol": "interference", "simulated": False, "model": "m", "gpu": None, "finding": "Found.",
+    "plan": {"repeats": 10}, "rows": [ROW, ROW | {"repeats": 10}], "cells_without_rows": 2,
+    "unmeasured_doses": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "document",
+    [CUT_SHORT, CUT_SHORT | {"protocol": "handoff", "rows": [HOP, HOP | {"repeats": 10}]}],
+)
+def test_a_row_with_fewer_repeats_than_asked_says_so_on_the_screen(document, capsys):
+    """In its own line, in a sentence below, and for cells that have no row at all."""
+    show_document(document)
+    shown = capsys.readouterr().out
+
+    assert "3 of 10" in shown
+    assert "1 of 2 rows have fewer than the 10 repeats asked for: 3 to 3" in shown
+    assert "2 cells have no row" in shown
+    assert "0 doses" not in shown
+
+
+def test_a_whole_run_has_no_shortfall():
+    """Nothing is said where nothing is missing."""
+    whole = CUT_SHORT | {"rows": [ROW | {"repeats": 10}], "cells_without_rows": 0}
+
+    assert list(shortfalls(whole)) == []
+
+
+def test_a_run_that_measured_nothing_is_exit_code_1(monkeypatch):
+    """The work was done and nothing usable came out."""
+    monkeypatch.setattr(interference, "proven", lambda *_: None)
+    result = invoke(*ONE_CELL)
+
+    assert result.exit_code == 1
+    assert "2 cells have no row" in result.stdout
+    assert "2 doses were not cached as they claim" in result.stdout
+    assert "nothing was measured whole" in result.stderr
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"schema_version": 1}', "{"])
+def test_a_source_that_is_no_result_is_refused(content, tmp_path):
+    """Whatever stands in the file, and when a file is named in place of the folder."""
+    source = tmp_path / "microbench.json"
+    source.write_text(content)
+    for folder in (tmp_path, source):
+        result = invoke("--calibrate", tmp_path / "costs.json", "--from", folder)
+        assert result.exit_code == 2, result.output
+        assert "ppd microbench" in result.stderr

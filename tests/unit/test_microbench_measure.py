@@ -122,3 +122,22 @@ def test_full_and_append_of_one_length_are_compared():
     assert not hidden[0]["significant"]
     assert "in 1 of 1 cells" in sentence(shown)
     assert "Not shown at: batch 2, 512+64 tokens" in sentence(hidden)
+
+
+def test_cells_in_which_full_is_below_append_are_named_as_such():
+    """An interval wholly below 0 is a finding of its own and not the want of one."""
+    low = [effect(0.02 + 0.01 * i, repeat=i) for i in range(6)]
+    high = [effect(0.3 + 0.01 * i, Kind.APPEND, repeat=i) for i in range(6)]
+    said = sentence(comparisons([*low, *high], 0))
+
+    assert "in 0 of 1 cells" in said
+    assert "slowed decode less (interval below 0) at: batch 2, 512+64 tokens." in said
+    assert "Not shown" not in said
+
+
+def test_the_finding_says_why_nothing_could_be_shown():
+    """One repeat has no interval; a grid without appends compares nothing."""
+    single = comparisons([effect(0.3), effect(0.02, Kind.APPEND)], 0)
+
+    assert "One repeat has no interval" in sentence(single)
+    assert "No full prompt was compared" in sentence([])

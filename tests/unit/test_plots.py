@@ -196,3 +196,23 @@ def test_gaps_of_zero_have_no_place_on_a_log_axis():
     """Two tokens that a starved client reads at once are 0 s apart; ticks leave them out."""
     assert style.decade_ticks([0.0, 1.0, 8.0]) == style.decade_ticks([1.0, 8.0])
     assert style.decade_ticks([0.0])[1] == style.decade_ticks([1.0])[1]
+
+
+def test_a_micro_benchmark_without_a_row_is_not_drawn(tmp_path):
+    """It is a sentence and exit code 1, as for a run without a point."""
+    (tmp_path / "microbench.json").write_text('{"protocol": "interference", "rows": []}')
+
+    with pytest.raises(NothingUsableError, match="measured no row"):
+        draw(tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("panels", [1, 2])
+def test_a_title_fits_above_few_panels(panels):
+    """The longest title of a micro-benchmark is not cut by the figure's edge."""
+    with style.look():
+        figure = style.grid(panels)
+        style.finish(figure, "How much does one injected prompt slow decode?", {})
+        figure.draw_without_rendering()
+        title = figure.texts[0].get_window_extent()
+
+    assert title.x1 <= figure.bbox.x1

@@ -144,6 +144,18 @@ def microbench(
             [finished.document], calibrate, seed, max_error
         )
     _show(finished, as_json=as_json)
+    _refuse_empty(finished)
+
+
+def _refuse_empty(finished: Finished) -> None:
+    """Last of all: what was left out is on the screen by then."""
+    from ppdbench.core.errors import NothingUsableError
+
+    if not finished.document["rows"]:
+        raise NothingUsableError(
+            "nothing was measured whole, so there is no row; what was sent is in records/ with -o, "
+            "and a larger --time-limit or a quieter machine may help"
+        )
 
 
 def _check(

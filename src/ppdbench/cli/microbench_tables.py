@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -12,15 +13,51 @@ from ppdbench.cli.output import show
 
 Document = Mapping[str, Any]
 
+WIDE = 140
+"""Where no terminal sets a width, no interval is cut."""
+
 
 def show_document(document: Document) -> None:
-    """Rows, then controls where there are any, then the finding in words."""
-    console = Console()
+    """Rows, then controls where there are any, then what is thin, then the finding in words."""
+    console = Console(width=None if sys.stdout.isatty() else WIDE)
     handoff = document["protocol"] == "handoff"
     console.print(_hops(document) if handoff else _rows(document))
     if document["protocol"] == "paper":
         console.print(_controls(document))
+    for line in shortfalls(document):
+        show(line)
     show(document["finding"])
+
+
+def shortfalls(document: Document) -> Iterator[str]:
+    """What the rows rest on, where that is less than was asked for."""
+    asked = document["plan"]["repeats"]
+    fewer = [row["repeats"] for row in document["rows"] if row["repeats"] < asked]
+    if fewer:
+        yield (
+            f"{len(fewer)} of {len(document['rows'])} rows have fewer than the {asked} repeats "
+            f"asked for: {min(fewer)} to {max(fewer)}, as the column says. The rest was cut off by "
+            "the time limit, or not measured whole."
+        )
+    for name, what in LEFT_OUT.items():
+        if document.get(name):
+            yield f"{document[name]} {what}."
+
+
+LEFT_OUT = {
+    "cells_without_rows": "cells have no row, because no repeat of them was measured",
+    "unmeasured_doses": "doses had no whole window and do not count",
+    "unproven_doses": "doses were not cached as they claim and do not count",
+    "failed_shots": "shots failed and do not count",
+    "unproven_shots": "shots were not cached as they claim and do not count",
+    "unproven_points": "points did not take the way they claim and do not count",
+    "failed_turns": "turns failed and do not count",
+}
+
+
+def _repeats(row: Document, document: Document) -> str:
+    asked = document["plan"]["repeats"]
+    return f"{row['repeats']}" if row["repeats"] >= asked else f"{row['repeats']} of {asked}"
 
 
 def _title(document: Document, what: str) -> str:
@@ -28,15 +65,23 @@ def _title(document: Document, what: str) -> str:
     return f"{what}, {kind}: {document['model']} on {document['gpu'] or 'its engine'}"
 
 
+def _table(*names: str, title: str) -> Table:
+    """Columns that fold where the terminal is narrow: an ellipsis would swallow digits."""
+    table = Table(title=title)
+    for name in names:
+        table.add_column(name, overflow="fold")
+    return table
+
+
 def _rows(document: Document) -> Table:
     first = ("form", "N") if document["protocol"] == "paper" else ()
-    table = Table(
+    table = _table(
         *first, "kind", "batch", "context", "new", "slowdown", "95 %", "TPOT ms", "p99 gap ms",
-        "largest ms", "TTFT ms", title=_title(document, "Decode slowdown"),
+        "largest ms", "TTFT ms", "repeats", title=_title(document, "Decode slowdown"),
     )  # fmt: skip
     for row in document["rows"]:
         lead = [row["form"], str(row["injected"])] if first else []
-        table.add_row(*lead, *_cells(row))
+        table.add_row(*lead, *_cells(row), _repeats(row, document))
     return table
 
 
@@ -54,8 +99,8 @@ def _cells(row: Document) -> list[str]:
 
 
 def _hops(document: Document) -> Table:
-    table = Table(
-        "way", "decodes", "prompt", "cached", "TTFT ms", "95 %",
+    table = _table(
+        "way", "decodes", "prompt", "cached", "TTFT ms", "95 %", "repeats",
         title=_title(document, "Time to first token"),
     )  # fmt: skip
     for row in document["rows"]:
@@ -67,12 +112,13 @@ def _hops(document: Document) -> Table:
             f"{row['context_tokens']:,}",
             f"{row['ttft_s'] * 1e3:.1f}",
             "–" if bounds is None else f"{bounds[0] * 1e3:.1f} … {bounds[1] * 1e3:.1f}",
+            _repeats(row, document),
         )
     return table
 
 
 def _controls(document: Document) -> Table:
-    table = Table(
+    table = _table(
         "control", "of", "gap", "gap left", "removes", "95 %",
         title=_title(document, "What each control removes of full − append"),
     )  # fmt: skip

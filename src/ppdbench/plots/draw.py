@@ -26,7 +26,7 @@ def draw(source: Path, into: Path) -> dict[str, Any]:
     Raises:
         UsageError: ``source`` is neither a run folder nor a table file.
         TableError: a table that is damaged or of another version.
-        NothingUsableError: a run that holds no point.
+        NothingUsableError: a run that holds no point, or a micro-benchmark without a row.
     """
     summary, figures = _read(source)
     into.mkdir(parents=True, exist_ok=True)
@@ -42,6 +42,8 @@ def _read(source: Path) -> tuple[dict[str, Any], Iterable[tuple[str, Figure]]]:
         return _read_run(source)
     if (source / MICROBENCH).is_file():
         document = _json((source / MICROBENCH).read_text(), source / MICROBENCH)
+        if not document.get("rows"):
+            raise NothingUsableError(f"{source}: the run measured no row; run ppd microbench again")
         return microbench_summary(document), microbench_figures(document)
     if source.is_file():
         return _read_table(source)

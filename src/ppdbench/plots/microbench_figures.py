@@ -17,6 +17,7 @@ Document = Mapping[str, Any]
 
 KIND_COLOURS = {"full": "#D55E00", "append": "#0072B2"}
 WAY_COLOURS = {"one_node": "#222222", "local": "#D55E00", "remote": "#0072B2"}
+SLOWDOWN_TICKS = (-50, -20, -10, -5, 0, 5, 10, 20, 50, 100, 200, 500)
 SHADES = (0.35, 0.6, 0.8, 1.0, 1.0, 1.0)
 ITL_SHARES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975, 0.99, 0.995, 1.0)
 """As the rows keep them; a test holds the two together."""
@@ -63,8 +64,7 @@ def _slowdown_panel(axes: Axes, rows: Sequence[Row]) -> None:
     axes.axhline(0, color="#999999", linewidth=0.8)
     axes.set(xscale="log", xlabel="new tokens that are computed", ylabel="slowdown, %")
     axes.set_yscale("symlog", linthresh=10)
-    axes.set_yticks([0, 5, 10, 20, 50, 100, 200, 500], ["0", "5", "10", "20", "50", "100", "200",
-                                                        "500"])  # fmt: skip
+    axes.set_yticks(SLOWDOWN_TICKS, map(str, SLOWDOWN_TICKS))
     axes.set_yticks([], minor=True)
     highest = max((r["slowdown_ci"] or [0, r["slowdown_mean"]])[1] for r in rows)
     lowest = min((r["slowdown_ci"] or [r["slowdown_mean"]])[0] for r in rows)
@@ -94,7 +94,7 @@ def _kind_legend(axes: Axes, contexts: Sequence[int]) -> None:
         for i, context in enumerate(appends)
     ]  # fmt: skip
     full = Line2D([], [], color=KIND_COLOURS["full"], marker="x", label="full, nothing cached")
-    axes.legend(handles=[full, *handles], loc="upper left", fontsize=7)
+    axes.legend(handles=[full, *handles], loc="best", fontsize=7)
 
 
 def gap_distributions(document: Document) -> Figure:

@@ -60,9 +60,14 @@ def look() -> Iterator[None]:
         yield
 
 
+LEAST_WIDTH_IN = 6.5
+"""Room for a title beside its legend, also above a single panel."""
+
+
 def grid(panels: int, *, columns: int = 3, width_in: float = 3.5, height_in: float = 2.7) -> Figure:
     """A figure for ``panels`` equal panels; read them with :func:`panels_of`."""
     columns = min(columns, panels)
+    width_in = max(width_in, LEAST_WIDTH_IN / columns)
     rows = ceil(panels / columns)
     figure = Figure(figsize=(width_in * columns + 0.4, height_in * rows + 1.3))
     figure.set_layout_engine("constrained", h_pad=0.08, w_pad=0.06)

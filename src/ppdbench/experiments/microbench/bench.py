@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -160,14 +161,15 @@ def _handed_off(found: Handoff, identity: EngineIdentity) -> Finished:
 
 async def _attribute_live(chosen: Chosen, plan: AttributionPlan, manner: Manner) -> Finished:
     identities: list[EngineIdentity] = []
-    engines = _launches(chosen, plan, identities, manner.tell)
-    found = await measure_attribution(plan, engines, manner.tell, manner.is_over)
+    # Closed here, also when interrupted: left to the loop's end, its engine outlives its client.
+    async with aclosing(_launches(chosen, plan, identities, manner.tell)) as engines:
+        found = await measure_attribution(plan, engines, manner.tell, manner.is_over)
     return _attributed(found, replace(identities[0], block_size=found.limits.block_tokens))
 
 
 async def _launches(
     chosen: Chosen, plan: AttributionPlan, identities: list[EngineIdentity], tell: Told
-) -> AsyncIterator[tuple[bool, LiveEngine, Limits]]:
+) -> AsyncGenerator[tuple[bool, LiveEngine, Limits], None]:
     """With cascade attention, then without; once, as it is, where there is no switch."""
     flags = {True: ("--no-disable-cascade-attn",), False: ("--disable-cascade-attn",)}
     for cascade in (True,) if plan.no_cascade_switch else (True, False):

@@ -151,9 +151,10 @@ def calibrate_from(documents: Sequence[Mapping[str, Any]], *, seed: int, into: P
     """From an interference result and, where there is one, the idle hop of a hand-off result.
 
     Raises:
-        UsageError: there is not exactly one interference result among ``documents``.
+        UsageError: there is not exactly one interference result among ``documents``, or there is
+            more than one hand-off, another kind, or one of another engine or model.
     """
-    by_protocol = {document["protocol"]: document for document in documents}
+    by_protocol = _one_of_each(documents)
     if "interference" not in by_protocol:
         raise UsageError(
             "a calibration needs an interference result (ppd microbench -o DIR); got "
@@ -161,6 +162,31 @@ def calibrate_from(documents: Sequence[Mapping[str, Any]], *, seed: int, into: P
         )
     hop = by_protocol.get("handoff", {}).get("fits", {}).get("0")
     return calibrate(by_protocol["interference"], seed=seed, into=into, hop=hop)
+
+
+def _one_of_each(documents: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Results that describe one engine, by protocol: none is dropped in silence."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for document in documents:
+        protocol = document["protocol"]
+        if protocol in found or protocol not in _FITTED:
+            raise UsageError(
+                f"--from takes one interference result and at most one hand-off; got "
+                f"{', '.join(str(d['protocol']) for d in documents)}"
+            )
+        found[protocol] = document
+    for name in _ENGINE:
+        values = {str(document.get(name)) for document in documents}
+        if len(values) > 1:
+            raise UsageError(
+                f"the results to fit differ in {name}: {' and '.join(sorted(values))}; costs are "
+                "those of one engine, so measure both on the same"
+            )
+    return found
+
+
+_FITTED = ("interference", "handoff")
+_ENGINE = ("engine", "engine_version", "model", "gpu")
 
 
 def calibrate(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,9 +149,28 @@ def live_cluster(chosen: Chosen, topology: Topology, tell: Told) -> Iterator[Clu
         yield Cluster(named_cluster(chosen.cluster_file, chosen.urls))
         return
     logs = Path(tempfile.mkdtemp(prefix="ppd-microbench-"))
-    with launch(topology, _launch_options(chosen), logs, tell) as cluster:
+    with ExitStack() as stack:
+        with ctrl_c_at_once():
+            cluster = stack.enter_context(launch(topology, _launch_options(chosen), logs, tell))
         yield cluster
     shutil.rmtree(logs, ignore_errors=True)
+
+
+@contextmanager
+def ctrl_c_at_once() -> Iterator[None]:
+    """Lets Ctrl-C end a wait that blocks a running event loop, such as that for an engine's start.
+
+    The loop's own handler only cancels its task, which notices once the wait is over.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _launch_options(chosen: Chosen) -> LaunchOptions:

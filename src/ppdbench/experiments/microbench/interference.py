@@ -45,12 +45,14 @@ class Interference:
     """What the experiment found.
 
     ``unmeasured`` counts doses whose window was not whole, ``unproven`` those whose cached tokens
-    were not what the dose claims, as when the context had been evicted. Neither is in a row.
+    were not what the dose claims, as when the context had been evicted. Neither is in a row, and a
+    cell that has nothing else has no row.
     """
 
     plan: InterferencePlan
     limits: Limits
     skipped: list[Skipped]
+    cells: list[Cell]
     effects: list[Effect] = field(default_factory=list)
     records: list[TurnRecord] = field(default_factory=list)
     unmeasured: int = 0
@@ -76,6 +78,7 @@ class Interference:
             "skipped": [_skipped(item) for item in self.skipped],
             "unmeasured_doses": self.unmeasured,
             "unproven_doses": self.unproven,
+            "cells_without_rows": len(set(self.cells)) - len(rows),
         }
 
 
@@ -121,7 +124,7 @@ def simulate(
     """Run the plan on simulated time; ``doses`` stand for those of its grid."""
     limits = engine.limits()
     cells, skipped = fitting_cells(plan, limits, explicit=explicit, doses=doses)
-    found = Interference(plan, limits, skipped)
+    found = Interference(plan, limits, skipped, cells)
     course = _Course(found, cells, keep_records=keep_records)
     for script in course.scripts():
         course.take(engine.run(script))
@@ -142,7 +145,7 @@ async def measure(  # noqa: PLR0913  (what to do, where, and how to hear of it)
     Once ``is_over()`` the rest of the plan is left; every cell's row says how many repeats it has.
     """
     cells, skipped = fitting_cells(plan, limits, explicit=explicit)
-    found = Interference(plan, limits, skipped)
+    found = Interference(plan, limits, skipped, cells)
     found.records += await _warm_up(plan, cells, engine)
     course = _Course(found, cells, keep_records=True)
     for script in course.scripts():

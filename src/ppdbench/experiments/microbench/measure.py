@@ -266,16 +266,32 @@ def _seed(seed: int, cell: Cell) -> int:
 
 
 def sentence(compared: Sequence[Mapping[str, Any]]) -> str:
-    """In words: where a full prefill hurts more than an append, and where that was not shown."""
-    shown = [c for c in compared if c["significant"]]
-    text = (
-        f"A full prefill slowed decode more than the append of the same prompt in {len(shown)} of "
+    """In words: where a full prefill hurts more than an append, where less, where neither shows."""
+    if not compared:
+        return "No full prompt was compared with an append of its length: an append has a context."
+    shown = sum(c["significant"] for c in compared)
+    above = (
+        f"A full prefill slowed decode more than the append of the same prompt in {shown} of "
         f"{len(compared)} cells (95 % interval above 0)."
     )
-    rest = [c for c in compared if not c["significant"]]
-    if not rest:
-        return text
-    places = "; ".join(
-        f"batch {c['batch']}, {c['context_tokens']}+{c['new_tokens']} tokens" for c in rest
+    parts = [above]
+    below = [c for c in compared if _is_below(c)]
+    rest = [c for c in compared if not c["significant"] and not _is_below(c)]
+    if below:
+        parts.append(f"It slowed decode less (interval below 0) at: {_places(below)}.")
+    if rest:
+        parts.append(f"Not shown at: {_places(rest)}.")
+    if all(c["difference_ci"] is None for c in compared):
+        parts.append("One repeat has no interval; ask for more with --repeats.")
+    return " ".join(parts)
+
+
+def _is_below(comparison: Mapping[str, Any]) -> bool:
+    bounds = comparison["difference_ci"]
+    return bounds is not None and bounds[1] < 0
+
+
+def _places(compared: Iterable[Mapping[str, Any]]) -> str:
+    return "; ".join(
+        f"batch {c['batch']}, {c['context_tokens']}+{c['new_tokens']} tokens" for c in compared
     )
-    return f"{text} Not shown at: {places}."

@@ -53,12 +53,14 @@ def read_result(folder: Path) -> dict[str, Any]:
     path = folder / DOCUMENT
     try:
         document: dict[str, Any] = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise RunError(
             f"{folder} has no {DOCUMENT}; give a folder that ppd microbench wrote with -o"
         ) from None
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read ({error}); run ppd microbench again") from error
+    if not isinstance(document, dict) or document.get("kind") != "microbench":
+        raise RunError(f"{path} is no result of ppd microbench; run it again with -o")
     if document.get("schema_version") != SCHEMA_VERSION:
         raise RunError(
             f"{path}: schema version {document.get('schema_version')!r}, this ppd reads "
