@@ -90,9 +90,10 @@ def up(
     if dry_run:
         _show_commands(_dry_commands(backend, shape, options, gpu, folder), as_json=as_json)
         return
-    folder.refuse_second()
-    commands = _commands(backend, shape, options, gpu, folder)
-    _up(folder, backend, commands, ready_within, _check_with(pull=pull) if canaries else None)
+    with folder.alone():
+        folder.refuse_second()
+        commands = _commands(backend, shape, options, gpu, folder)
+        _up(folder, backend, commands, ready_within, _check_with(pull=pull) if canaries else None)
     _show_status(folder, as_json=as_json)
 
 

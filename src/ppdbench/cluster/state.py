@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ppdbench.cluster.contract import ClusterSpec, Node, read_cluster, write_cluster
+from ppdbench.cluster.contract import ClusterSpec, Node, read_role, write_cluster
 from ppdbench.cluster.processes import Started, boot_id, stop
 from ppdbench.core.errors import UsageError
 
-_SCHEMA = 1
+_SCHEMA = 2
 _GRACE_S = 10.0
 
 
@@ -30,7 +33,10 @@ class ClusterState:
 
 
 class StateFolder:
-    """One cluster at most. Holds ``state.json``, ``cluster.toml`` and ``logs/``."""
+    """One cluster at most. Holds ``state.json``, ``cluster.toml`` and ``logs/``.
+
+    ``cluster.toml`` is for others to read; nothing here depends on what became of it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,6 +56,10 @@ class StateFolder:
     def _file(self) -> Path:
         return self.folder / "state.json"
 
+    @property
+    def _lock(self) -> Path:
+        return self.folder / "start.lock"
+
     def read(self) -> ClusterState | None:
         """The cluster that was put up here, ``None`` when there is none.
 
@@ -58,16 +68,32 @@ class StateFolder:
         """
         try:
             document = json.loads(self._file.read_text())
-            processes = {name: Started(*pair) for name, pair in document["processes"].items()}
-            spec = read_cluster(self.cluster_file)
-            return ClusterState(document["backend"], spec, processes, document["boot"])
+            return _state(document)
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, UsageError) as error:
             raise UsageError(
                 f"state file {self._file} is damaged ({error}); end its processes by hand, "
                 "then remove it"
             ) from error
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """For the length of a start: no other one writes its logs here.
+
+        Raises:
+            UsageError: another start is under way.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self._lock.open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(
+                    f"another cluster is being started in {self.folder}; wait for it, or choose "
+                    "another folder with --state"
+                ) from None
+            yield
 
     def refuse_second(self) -> None:
         """Make sure that a cluster may be put up here; what is left of a dead one is removed.
@@ -96,8 +122,13 @@ class StateFolder:
             "schema": _SCHEMA,
             "backend": backend,
             "boot": boot_id(),
-            "processes": {name: [p.pid, p.start_ticks] for name, p in processes.items()},
-        }
+            "nodes": [
+                {"name": node.name, "role": node.role.value, "url": node.url,
+                 "pid": processes[node.name].pid,
+                 "start_ticks": processes[node.name].start_ticks}
+                for node in spec.nodes
+            ],
+        }  # fmt: skip
         try:
             with self._file.open("x") as file:
                 json.dump(document, file, indent=1)
@@ -118,3 +149,13 @@ class StateFolder:
     def _remove(self) -> None:
         self._file.unlink(missing_ok=True)
         self.cluster_file.unlink(missing_ok=True)
+
+
+def _state(document: Mapping[str, Any]) -> ClusterState:
+    nodes = document["nodes"]
+    return ClusterState(
+        document["backend"],
+        ClusterSpec(tuple(Node(n["name"], read_role(n["role"]), n["url"]) for n in nodes)),
+        {n["name"]: Started(int(n["pid"]), int(n["start_ticks"])) for n in nodes},
+        document["boot"],
+    )

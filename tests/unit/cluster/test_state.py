@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_down_ends_what_the_file_names_and_forgets_it(tmp_path, sleeper):
     "change",
     [
         lambda document: document | {"boot": "another"},
-        lambda document: document | {"processes": {"r0": [document["processes"]["r0"][0], 1]}},
+        lambda document: document | {"nodes": [document["nodes"][0] | {"start_ticks": 1}]},
     ],
     ids=["after a reboot", "another start of the same pid"],
 )
@@ -70,7 +71,7 @@ def test_one_cluster_at_a_time(tmp_path, sleeper):
     with pytest.raises(UsageError, match="is up already"):
         state.refuse_second()
     with pytest.raises(UsageError, match="another cluster came up"):
-        state.write("vllm", SPEC, {})
+        state.write("vllm", SPEC, {"r0": started(sleeper.pid)})
 
     sleeper.kill()
     sleeper.wait()
@@ -79,9 +80,37 @@ def test_one_cluster_at_a_time(tmp_path, sleeper):
     assert state.read() is None
 
 
-def test_a_damaged_state_file_is_an_error_that_says_what_to_do(tmp_path):
+@pytest.mark.parametrize("text", ["{", "[]", '{"nodes": 3, "backend": "vllm", "boot": ""}',
+                                  '{"nodes": [], "backend": "vllm", "boot": ""}'])  # fmt: skip
+def test_a_damaged_state_file_is_an_error_that_says_what_to_do(tmp_path, text):
     """Nothing is guessed about processes."""
-    (tmp_path / "state.json").write_text("{")
+    (tmp_path / "state.json").write_text(text)
 
     with pytest.raises(UsageError, match="damaged"):
         StateFolder(tmp_path).read()
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda file: file.write_text("[[node]]")])
+def test_down_does_not_need_the_cluster_file(tmp_path, sleeper, change):
+    """It is the user's to edit, move and remove; the nodes are known and ended all the same."""
+    state = recorded(tmp_path, sleeper)
+    change(state.cluster_file)
+    assert state.read().spec == SPEC
+
+    state.down()
+
+    assert sleeper.wait(timeout=5) != 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_starts_in_one_folder_are_told_apart_before_any_node_starts(tmp_path):
+    """The second would write into the first one's logs and be refused minutes later."""
+    with (
+        StateFolder(tmp_path / "new").alone(),
+        pytest.raises(UsageError, match="is being started"),
+        StateFolder(tmp_path / "new").alone(),
+    ):
+        pass
+
+    with StateFolder(tmp_path / "new").alone():
+        pass
