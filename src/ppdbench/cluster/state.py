@@ -58,7 +58,7 @@ class StateFolder:
 
     @property
     def _lock(self) -> Path:
-        return self.folder / "start.lock"
+        return self.logs / "start.lock"
 
     def read(self) -> ClusterState | None:
         """The cluster that was put up here, ``None`` when there is none.
@@ -84,7 +84,7 @@ class StateFolder:
         Raises:
             UsageError: another start is under way.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.logs.mkdir(parents=True, exist_ok=True)
         with self._lock.open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

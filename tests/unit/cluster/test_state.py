@@ -113,4 +113,4 @@ def test_two_starts_in_one_folder_are_told_apart_before_any_node_starts(tmp_path
         pass
 
     with StateFolder(tmp_path / "new").alone():
-        pass
+        assert [file.name for file in (tmp_path / "new").iterdir()] == ["logs"]
