@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -63,9 +64,9 @@ def _host() -> dict[str, str]:
 
 @cache
 def _commit() -> str | None:
-    """The checkout's commit, when the tool runs from one."""
+    """The checkout's commit, when the tool runs from one and git is there to ask."""
     root = Path(__file__).parents[3]
-    if not (root / ".git").exists():
+    if not (root / ".git").exists() or shutil.which("git") is None:
         return None
     asked = subprocess.run(  # noqa: S603
         ["git", "-C", str(root), "rev-parse", "HEAD"],  # noqa: S607
