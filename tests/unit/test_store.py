@@ -101,6 +101,16 @@ def test_a_second_writer_is_refused_until_the_first_process_is_gone(tmp_path):
         assert writer.finished() == set()
 
 
+def test_a_run_that_does_not_say_its_goodput_limits_can_be_resumed(tmp_path):
+    """Runs of before it was written down are not lost."""
+    with RunWriter(tmp_path, MANIFEST):
+        pass
+
+    now = replace(MANIFEST, goodput_limits={"ttft_s": 0.5, "tpot_s": 0.03})
+    with RunWriter(tmp_path, now, resume=True) as writer:
+        assert writer.finished() == set()
+
+
 @pytest.mark.parametrize(
     ("changed", "field"),
     [

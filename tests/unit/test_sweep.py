@@ -12,6 +12,7 @@ import pytest
 from ppdbench.core.errors import RunError, UsageError, WorkloadError
 from ppdbench.experiments.choosing import Choice, choose_backend, sim_config
 from ppdbench.experiments.sweep import sweep
+from ppdbench.runs.aggregate import Limits
 from ppdbench.runs.recording import read_records
 from ppdbench.runs.store import read_manifest, read_points, read_timing
 
@@ -110,7 +111,12 @@ def test_resume_on_a_complete_run_measures_nothing_and_on_a_missing_one_starts_i
 
 
 @pytest.mark.parametrize(
-    ("change", "field"), [({"seed": 2}, "seed"), ({"settings": {"gpu": "a100_sxm"}}, "gpu")]
+    ("change", "field"),
+    [
+        ({"seed": 2}, "seed"),
+        ({"settings": {"gpu": "a100_sxm"}}, "gpu"),
+        ({"limits": Limits(ttft_s=0.1)}, r"goodput_limits\.ttft_s"),
+    ],
 )
 def test_resume_refuses_another_experiment(grid, tmp_path, change, field):
     """The field that differs is named."""

@@ -44,7 +44,7 @@ class Measuring:
         block_tokens: int | None = None,
     ) -> None:
         self.grid, self.seed = grid, seed
-        self._limits = limits or Limits()
+        self.limits = limits or Limits()
         self._keep_records = keep_records
         self._block_tokens = block_tokens
         self._latest: tuple[int, Sequence[Arrival]] | None = None
@@ -71,7 +71,7 @@ class Measuring:
     ) -> Measured:
         """``block_tokens`` is what the engine says of itself, ``spoken`` what it really got."""
         plan = Plan.of(spoken or self.arrivals(key), block_tokens or self._block_tokens)
-        point = aggregate(key, self.seed_of(key), outcome, plan, self._limits)
+        point = aggregate(key, self.seed_of(key), outcome, plan, self.limits)
         records = records_as_parquet(outcome.records) if self._keep_records else {}
         return _measured(key, point, outcome.timing, records)
 

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -87,6 +87,7 @@ def manifest_for(backend: Backend, stop_width: float | None = None) -> Manifest:
         grid=grid.name,
         seed=backend.measuring.seed,
         stop_width=stop_width,
+        goodput_limits=asdict(backend.measuring.limits),
         grid_digest=grid.digest,
         workload_digests={name: grid.workload_digest(name) for name in workloads},
     )

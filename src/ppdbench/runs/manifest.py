@@ -21,7 +21,8 @@ SCHEMA_VERSION = 1
 
 RESUME_FIELDS = (
     "schema_version", "backend", "engine", "engine_version", "model", "dtype", "gpu", "connector",
-    "block_size", "flags", "tool_version", "seed", "stop_width", "grid_digest", "workload_digests",
+    "block_size", "flags", "tool_version", "seed", "stop_width", "goodput_limits", "grid_digest",
+    "workload_digests",
 )  # fmt: skip
 """A resumed run must agree in these: anything else would be another experiment in one folder."""
 
@@ -81,7 +82,8 @@ def _commit() -> str | None:
 class Manifest:
     """``manifest.json``. ``host`` and ``commit`` are for people; no rule looks at them.
 
-    ``stop_width`` is the rule that ended the repeats, ``None`` where all were run.
+    ``stop_width`` is the rule that ended the repeats, ``None`` where all were run;
+    ``goodput_limits`` is what goodput was counted by, ``None`` where the run does not say.
     """
 
     engine: EngineIdentity
@@ -90,6 +92,7 @@ class Manifest:
     grid_digest: str | None = None
     workload_digests: Mapping[str, str] = field(default_factory=dict)
     stop_width: float | None = None
+    goodput_limits: Mapping[str, float] | None = None
     schema_version: int = SCHEMA_VERSION
     tool_version: str = __version__
     commit: str | None = field(default_factory=_commit)
@@ -148,7 +151,9 @@ def refuse_other_run(folder: Path, stored: Manifest, wanted: Manifest) -> None:
     Raises:
         RunError: naming the field, what the run has and what was asked for.
     """
-    difference = first_difference(stored.document(), wanted.document(), RESUME_FIELDS)
+    unsaid = {"goodput_limits"} if stored.goodput_limits is None else set()
+    names = [name for name in RESUME_FIELDS if name not in unsaid]
+    difference = first_difference(stored.document(), wanted.document(), names)
     if difference is not None:
         name, has, asked = difference
         raise RunError(
