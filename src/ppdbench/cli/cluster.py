@@ -168,11 +168,11 @@ def _running(folder: StateFolder) -> ClusterState:
 def launch_options(*, device: str, gpus: str, tp: str, **rest: Any) -> LaunchOptions:  # noqa: ANN401
     """The options of a launch, from their texts; ``ppd sweep`` has the same ones."""
     from ppdbench.cluster.launch import LaunchOptions
-    from ppdbench.cluster.vllm_args import read_device, read_tensor_parallel
+    from ppdbench.cluster.vllm_args import read_device, read_gpus, read_tensor_parallel
 
     return LaunchOptions(
         device=read_device(device),
-        gpus=tuple(gpu for gpu in gpus.split(",") if gpu),
+        gpus=read_gpus(gpus),
         tensor_parallel=read_tensor_parallel(tp),
         **rest,
     )

@@ -21,6 +21,12 @@ EXPLICIT_ROLES_VERSION = (0, 23)
 CPU_PLUGIN = Path(__file__).parent / "engine_plugin"
 """A vLLM plugin, found on PYTHONPATH, that keeps waiting threads from burning the shared cores."""
 
+OURS = frozenset({
+    "--api-key", "--host", "--kv-transfer-config", "--model", "--port", "--served-model-name",
+    "--ssl-certfile", "--ssl-keyfile", "--uds",
+})  # fmt: skip
+"""Arguments that say where a node is and what it is; another value and we would not find it."""
+
 FIRST_DRY_PORT = 8101
 FIRST_DRY_NIXL_PORT = 5601
 """Ports in commands that are only shown; a start takes ports that are free."""
@@ -40,14 +46,29 @@ def read_device(text: str) -> Device:
 
 
 def read_tensor_parallel(text: str) -> dict[Role, int]:
-    """``2`` for every role, or ``P=2,D=1``; roles that are not named have 1."""
+    """``2`` for every role, or ``P=2,D=1``; a pD is as wide as D, other roles not named have 1."""
     try:
         if "=" not in text:
             return dict.fromkeys(Role, _positive(text))
         pairs = [part.split("=") for part in text.split(",")]
-        return {Role(role): _positive(width) for role, width in pairs}
+        widths = {Role(role.strip()): _positive(width) for role, width in pairs}
     except ValueError:
         raise UsageError(f"--tp {text!r} is neither a number nor like P=2,D=1") from None
+    if len(widths) < len(pairs):
+        raise UsageError(f"--tp {text!r} names a role twice; give each one width")
+    if Role.D in widths:
+        widths.setdefault(Role.PD, widths[Role.D])
+    return widths
+
+
+def read_gpus(text: str) -> tuple[str, ...]:
+    """Device ids as in ``0,1,2``, in order; none where the option is left out."""
+    ids = tuple(each.strip() for each in text.split(","))
+    if ids == ("",):
+        return ()
+    if not all(ids):
+        raise UsageError(f"--gpus {text!r} has an empty device id; write it as in 0,1,2,3")
+    return ids
 
 
 def _positive(text: str) -> int:
@@ -150,6 +171,18 @@ def check_supported(options: EngineOptions) -> None:
             f"connector {options.connector!r} cannot be launched: its hand-off is not NIXL's and "
             "vLLM ≥ 0.21 ships no P2pNccl; use --connector nixl"
         )
+    if taken := sorted({argument_name(text) for text in options.engine_args} & OURS):
+        raise UsageError(
+            f"--engine-arg {taken[0]} cannot be given: ppd sets it for each node and reaches the "
+            "node by it; leave it out (--model has an option of its own)"
+        )
+    if not options.model.strip():
+        raise UsageError("--model is empty; give a name as in meta-llama/Llama-3.1-8B, or a folder")
+
+
+def argument_name(text: str) -> str:
+    """``--block-size`` of ``--block-size=16`` and, as vLLM reads it, of ``--block_size``."""
+    return text.partition("=")[0].replace("_", "-")
 
 
 def check_version(version: tuple[int, int], where: str) -> None:
@@ -272,6 +305,11 @@ def _gpu_placements(
 
 
 def _gpu_placement(own: Sequence[str], used: Sequence[str]) -> _Placement:
+    if len(set(own)) < len(own):
+        raise UsageError(
+            f"--gpus gives one node {','.join(own)}: the ranks of a tensor-parallel node need "
+            "a GPU each; name different ones in its place"
+        )
     argv = [] if len(own) == 1 else ["--tensor-parallel-size", str(len(own))]
     sharing = max(used.count(gpu) for gpu in own)
     if sharing > 1:

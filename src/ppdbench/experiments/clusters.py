@@ -14,7 +14,7 @@ from ppdbench.cluster.contract import ClusterSpec, Node
 from ppdbench.cluster.engine import engine_version, find_python, probe
 from ppdbench.cluster.launch import Cluster, LaunchOptions, launch
 from ppdbench.cluster.tiny_model import NAME
-from ppdbench.cluster.vllm_args import Device
+from ppdbench.cluster.vllm_args import Device, argument_name
 from ppdbench.core.errors import UsageError
 from ppdbench.core.topology import Role, Topology
 from ppdbench.runs.manifest import EngineIdentity
@@ -114,11 +114,20 @@ class Launching:
 
 
 def block_tokens(options: LaunchOptions) -> int:
-    """The KV block size that vLLM will use."""
-    for name, value in zip(options.engine_args, options.engine_args[1:], strict=False):
-        if name == "--block-size":
-            return int(value)
-    return CPU_BLOCK_TOKENS if options.device is Device.CPU else GPU_BLOCK_TOKENS
+    """The KV block size that vLLM will use: the last one given wins.
+
+    Raises:
+        UsageError: ``--block-size`` is given and is no number.
+    """
+    tokens = CPU_BLOCK_TOKENS if options.device is Device.CPU else GPU_BLOCK_TOKENS
+    for text, following in zip(options.engine_args, (*options.engine_args[1:], ""), strict=False):
+        if argument_name(text) == "--block-size":
+            given = text.partition("=")[2] or following
+            if not given.isdecimal():
+                raise UsageError(f"--engine-arg {text}: {given!r} is no number of tokens; as in "
+                                 "--engine-arg=--block-size=32")  # fmt: skip
+            tokens = int(given)
+    return tokens
 
 
 def gpu_name() -> str | None:

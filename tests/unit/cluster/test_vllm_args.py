@@ -13,6 +13,7 @@ from ppdbench.cluster.vllm_args import (
     kv_role,
     node_commands,
     read_device,
+    read_gpus,
     read_tensor_parallel,
 )
 from ppdbench.core.errors import UsageError
@@ -80,6 +81,12 @@ def test_gpus_are_dealt_in_order_and_tensor_parallel_nodes_get_several():
     assert "--tensor-parallel-size" not in made["d0"].argv
 
 
+def test_a_pd_is_as_wide_as_d_unless_it_is_named():
+    """The same process, another routing: a sweep starts one set of nodes for both."""
+    assert read_tensor_parallel("D=2")[Role.PD] == 2
+    assert read_tensor_parallel("D=2,pD=4")[Role.PD] == 4
+
+
 def test_nodes_that_share_a_gpu_share_its_memory():
     """Each takes its part, so that the second still fits."""
     made = commands("1P_1D", gpus=("0", "0"))
@@ -95,6 +102,10 @@ def test_nodes_that_share_a_gpu_share_its_memory():
         ({"gpus": ("0",)}, "2 GPUs are needed"),
         ({"version": (0, 20), "gpus": ("0", "1")}, "too old"),
         ({"connector": "p2p_nccl", "gpus": ("0", "1")}, "--connector nixl"),
+        ({"engine_args": ("--port=9",), "gpus": ("0", "1")}, "--port cannot be given"),
+        ({"engine_args": ("--served_model_name", "x"), "gpus": ("0", "1")}, "cannot be given"),
+        ({"model": "", "gpus": ("0", "1")}, "--model is empty"),
+        ({"tensor_parallel": {Role.P: 2}, "gpus": ("0", "0", "1")}, "0,0.*need a GPU each"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(changes, word):
@@ -125,10 +136,13 @@ def test_cores_are_shared_evenly(cores, nodes, shares):
 
 def test_options_are_read_as_written():
     """``--tp`` takes a number or roles; ``--device`` one of two words."""
-    assert read_tensor_parallel("P=2,D=1") == {Role.P: 2, Role.D: 1}
+    assert read_tensor_parallel("P=2,D=1") == {Role.P: 2, Role.D: 1, Role.PD: 1}
+    assert read_gpus("0, 1") == ("0", "1")
+    assert read_gpus("") == ()
     assert read_tensor_parallel("2")[Role.R] == 2
     assert read_device("cpu") is Device.CPU
     for read, text in ((read_tensor_parallel, "X=1"), (read_tensor_parallel, "0"),
+                       (read_tensor_parallel, "P=2,P=3"), (read_gpus, "0,,1"),
                        (read_device, "tpu")):  # fmt: skip
         with pytest.raises(UsageError, match=text):
             read(text)
