@@ -27,6 +27,7 @@ from ppdbench.experiments.microbench.attribution_run import (
     Attribution,
     AttributionPlan,
     default_batches,
+    measure_attribution,
     simulate_attribution,
 )
 from ppdbench.experiments.microbench.live import token_ids
@@ -107,6 +108,25 @@ def test_without_a_gap_nothing_can_be_removed():
     assert "nothing to remove" in row["reason"]
 
 
+@pytest.mark.parametrize(
+    ("full", "repeats", "reason"),
+    [(0.5, 1, "one repeat has no interval"), (0.1, 6, "less than append here")],
+)
+def test_a_gap_that_is_not_the_published_one_is_not_removed(full, repeats, reason):
+    """A single repeat shows none, and one the other way round is named as such."""
+    arms = {"full": full, "append": 0.3}
+    found = Results(
+        [
+            *results(arms, repeats=repeats),
+            *results({"full": 0, "append": 0}, DISTINCT, 200, repeats),
+        ]
+    )
+    row = control_row(found, PUBLISHED, DISTINCT, 200, seed=0)
+
+    assert row["removed"] is None
+    assert reason in row["reason"]
+
+
 def test_rows_give_the_slowdown_over_the_base_of_the_same_repeat():
     """One row per kind, with the interval over repeats."""
     rows = slowdown_rows(Results(results({"full": 0.48, "append": 0.02})), seed=0)
@@ -170,3 +190,24 @@ def test_long_prefixes_are_a_form_of_their_own():
     long = replace(PUBLISHED, prefix_tokens=8192)
 
     assert Shot(long, 8, 1, "full", 0).name != Shot(PUBLISHED, 8, 1, "full", 0).name
+
+
+async def test_no_engine_is_started_once_time_is_over():
+    """Its control then says that no repeat of it was whole, and costs no launch."""
+    started = []
+
+    class Refusing:
+        async def run(self, script):
+            return []
+
+    async def engines():
+        for cascade in (True, False):
+            started.append(cascade)
+            yield cascade, Refusing(), Limits()
+
+    plan = AttributionPlan((8,), 8, injected=(1,), long_prefixes=(), repeats=1)
+    found = await measure_attribution(plan, engines(), lambda _: None, lambda: True)
+    rows = {row["control"]: row for row in found.document()["controls"]}
+
+    assert started == [True]
+    assert rows["cascade_off"]["reason"] == "no repeat of it was whole"

@@ -26,6 +26,7 @@ def invoke(*arguments):
         (("--tokens", "128"), "--tokens belongs to --protocol handoff"),
         (("--protocol", "paper", "--new", "16"), "--new belongs to --protocol interference"),
         (("--protocol", "paper", "--batch", "0"), "needs a batch of decodes"),
+        (("--protocol", "paper", "--batch", "0,20"), "needs a batch of decodes"),
         (("--protocol", "handoff", "--calibrate", "x"), "--calibrate belongs to"),
         (("--protocol", "handoff", "--load", "-1"), "counts from 0"),
         (("--device", "cuda"), "--device belongs to --backend vllm"),
@@ -104,8 +105,8 @@ def test_a_row_with_fewer_repeats_than_asked_says_so_on_the_screen(document, cap
 
     assert "3 of 10" in shown
     assert "1 of 2 rows have fewer than the 10 repeats asked for: 3 to 3" in shown
-    assert "2 cells have no row" in shown
-    assert "0 doses" not in shown
+    assert "Cells without a row, because no repeat of them was measured: 2." in shown
+    assert "Doses" not in shown
 
 
 def test_a_whole_run_has_no_shortfall():
@@ -121,8 +122,8 @@ def test_a_run_that_measured_nothing_is_exit_code_1(monkeypatch):
     result = invoke(*ONE_CELL)
 
     assert result.exit_code == 1
-    assert "2 cells have no row" in result.stdout
-    assert "2 doses were not cached as they claim" in result.stdout
+    assert "no repeat of them was measured: 2." in result.stdout
+    assert "not cached as they claim: 2." in result.stdout
     assert "nothing was measured whole" in result.stderr
 
 
@@ -135,3 +136,11 @@ def test_a_source_that_is_no_result_is_refused(content, tmp_path):
         result = invoke("--calibrate", tmp_path / "costs.json", "--from", folder)
         assert result.exit_code == 2, result.output
         assert "ppd microbench" in result.stderr
+
+
+def test_a_dose_that_decodes_for_long_is_measured():
+    """Victims last as long as what is injected beside them, not only as long as their window."""
+    result = invoke(*ONE_CELL, "--dose-output", "1000", "--json")
+
+    assert result.exit_code == 0, result.stderr
+    assert len(json.loads(result.stdout)["rows"]) == 2

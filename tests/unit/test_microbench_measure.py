@@ -136,8 +136,8 @@ def test_cells_in_which_full_is_below_append_are_named_as_such():
 
 
 def test_the_finding_says_why_nothing_could_be_shown():
-    """One repeat has no interval; a grid without appends compares nothing."""
+    """One repeat has no interval; without appends nothing is compared."""
     single = comparisons([effect(0.3), effect(0.02, Kind.APPEND)], 0)
 
     assert "One repeat has no interval" in sentence(single)
-    assert "No full prompt was compared" in sentence([])
+    assert "so nothing is compared" in sentence([])

@@ -41,17 +41,17 @@ def shortfalls(document: Document) -> Iterator[str]:
         )
     for name, what in LEFT_OUT.items():
         if document.get(name):
-            yield f"{document[name]} {what}."
+            yield f"{what}: {document[name]}."
 
 
 LEFT_OUT = {
-    "cells_without_rows": "cells have no row, because no repeat of them was measured",
-    "unmeasured_doses": "doses had no whole window and do not count",
-    "unproven_doses": "doses were not cached as they claim and do not count",
-    "failed_shots": "shots failed and do not count",
-    "unproven_shots": "shots were not cached as they claim and do not count",
-    "unproven_points": "points did not take the way they claim and do not count",
-    "failed_turns": "turns failed and do not count",
+    "cells_without_rows": "Cells without a row, because no repeat of them was measured",
+    "unmeasured_doses": "Doses that do not count, because their window was not whole",
+    "unproven_doses": "Doses that do not count, because they were not cached as they claim",
+    "failed_shots": "Shots that do not count, because a request failed",
+    "unproven_shots": "Shots that do not count, because they were not cached as they claim",
+    "unproven_points": "Points that do not count, because they did not take the way they claim",
+    "failed_turns": "Turns that failed and do not count",
 }
 
 

@@ -180,13 +180,25 @@ def control_row(
         "gap": after.estimate,
         "gap_ci": interval_of(after),
     }
-    if not before.significant:
-        return row | {"removed": None, "removed_ci": None, "reason": NO_GAP}
+    reason = _no_gap(before, len(columns[0]))
+    if reason:
+        return row | {"removed": None, "removed_ci": None, "reason": reason}
     removed = bootstrap(columns, _removed, seed=seed)
     return row | {"removed": removed.estimate, "removed_ci": interval_of(removed)}
 
 
+def _no_gap(gap: Interval, repeats: int) -> str:
+    """Why no part of the gap can be removed; empty where full is above append."""
+    if repeats < 2:
+        return NO_INTERVAL
+    if gap.high < 0:
+        return REVERSED
+    return "" if gap.low > 0 else NO_GAP
+
+
 NO_GAP = "full and append did not differ here to begin with, so there is nothing to remove"
+REVERSED = "full slowed decode less than append here, which is not the published gap"
+NO_INTERVAL = "one repeat has no interval, so no gap is shown; ask for more with --repeats"
 
 
 def untestable(reason: str) -> dict[str, Any]:

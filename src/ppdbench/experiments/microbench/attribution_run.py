@@ -67,10 +67,10 @@ class AttributionPlan:
     no_cascade_switch: str = ""
 
     def __post_init__(self) -> None:
-        if min(self.batches) < 0 or self.control_batch < 1:
+        if min(self.batches) < 1:
             raise UsageError(
-                f"the published test needs a batch of decodes, as in --batch 0,200; got "
-                f"{self.batches}"
+                f"the published test needs a batch of decodes, as in --batch 10,200 (with 0 there "
+                f"is none to slow); got {self.batches}"
             )
 
     def forms(self) -> list[Form]:
@@ -207,7 +207,8 @@ async def measure_attribution(
 ) -> Attribution:
     """Run on real engines, one launch after the other; each runs the forms of its cascade.
 
-    Repeats stand outermost, so that when ``is_over()`` every form has about as many.
+    Repeats stand outermost, so that when ``is_over()`` every form has about as many; an engine
+    that would come after that is not started.
     """
     found: Attribution | None = None
     async for cascade, engine, limits in engines:
@@ -221,5 +222,7 @@ async def measure_attribution(
             if is_over():
                 tell(f"time is over: {len(chosen) - place - 1} shots are left out")
                 break
+        if is_over():
+            break
     assert found is not None
     return found

@@ -268,7 +268,9 @@ def _seed(seed: int, cell: Cell) -> int:
 def sentence(compared: Sequence[Mapping[str, Any]]) -> str:
     """In words: where a full prefill hurts more than an append, where less, where neither shows."""
     if not compared:
-        return "No full prompt was compared with an append of its length: an append has a context."
+        return (
+            "No append was measured beside the full prompt of its length, so nothing is compared."
+        )
     shown = sum(c["significant"] for c in compared)
     above = (
         f"A full prefill slowed decode more than the append of the same prompt in {shown} of "

@@ -102,7 +102,7 @@ class InterferencePlan:
     @property
     def dose_span_tokens(self) -> int:
         """Tokens a victim spends on one dose and its share of quiet, if nothing stalls."""
-        return WINDOW_TOKENS + self.quiet_tokens
+        return max(WINDOW_TOKENS, self.dose_output_tokens) + self.quiet_tokens
 
     @property
     def victim_output_tokens(self) -> int:
