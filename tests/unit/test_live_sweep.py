@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from ppdbench.cluster import canary
 from ppdbench.cluster.launch import Cluster
 from ppdbench.core.errors import EngineError, UsageError
 from ppdbench.core.topology import Role, Topology
@@ -237,10 +238,25 @@ def test_an_attached_cluster_that_died_ends_the_sweep_and_can_be_resumed(run, tm
     """It is not ours to restart: exit code 3, what was measured stays."""
     with ThreadedCluster() as cluster:
         cluster.close_node("d0")
-        with pytest.raises(EngineError):
+        with pytest.raises(EngineError, match="d0 did not answer the health check"):
             run(Attaching(cluster.spec))
     with ThreadedCluster() as again:
         assert len(run(Attaching(again.spec))) == 2
+
+
+def test_an_attached_cluster_whose_nodes_do_not_reach_each_other_is_told_so(run, monkeypatch):
+    """Before the first point: a preflight, as a launched one gets; it names the pair."""
+    monkeypatch.setattr(canary, "_PREFLIGHT_WITHIN_S", 0.3)
+
+    def engine(spec):
+        refuse = every(1, Fault(FaultKind.STATUS))
+        return FakeEngine(faults=refuse if spec.role is Role.D else None)
+
+    with (
+        ThreadedCluster(engine_for=engine) as cluster,
+        pytest.raises(EngineError, match=r"preflight remote p0→d0.*network"),
+    ):
+        run(Attaching(cluster.spec))
 
 
 def test_a_point_over_its_time_fails_with_that_cause(run):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from ppdbench.core.topology import Role
 HAND_OFF_LIMIT_S = 10.0
 _REQUEST_LIMIT_S = 60.0
 _PREFLIGHT_WITHIN_S = 180.0
+_RETRY_S = 0.25
 _TOKEN_RANGE = (10, 1000)
 """Ids that every real vocabulary has as ordinary tokens."""
 
@@ -221,24 +222,33 @@ def differences(
         yield f"{path}: {len(got)} and {len(wanted)} tokens came, {agree_tokens} were to agree"
 
 
-def preflight(cluster: ClusterSpec, model: str, limit_s: float = HAND_OFF_LIMIT_S) -> None:
+def preflight(
+    cluster: ClusterSpec,
+    model: str,
+    limit_s: float = HAND_OFF_LIMIT_S,
+    *,
+    ended: Callable[[], Mapping[str, str]] = dict,
+) -> None:
     """A tiny request from every P to every D and its repetition, each within ``limit_s``.
 
     The first makes the two nodes shake hands, for which vLLM allows itself few seconds. On a busy
     machine that may fail, or end after P's lease, and then that request never returns though the
     next one passes. So an attempt is given up after ``limit_s``, and a pair has three minutes in
     which two in a row must be good. A firewall or a wrong network interface fails all of them.
+    ``ended`` gives the reasons of nodes that are known to have died, which nothing waits for.
 
     Raises:
-        EngineError: a pair does not get there.
+        EngineError: a pair does not get there, or a node has ended.
     """
     prober = Prober(model, random.SystemRandom().randrange(2**32), limit_s)
     for path in paths_of(cluster, pull=False):
         if path.route is Route.REMOTE:
-            _preflight_path(prober, path, limit_s)
+            _preflight_path(prober, path, limit_s, ended)
 
 
-def _preflight_path(prober: Prober, path: Path, limit_s: float) -> None:
+def _preflight_path(
+    prober: Prober, path: Path, limit_s: float, ended: Callable[[], Mapping[str, str]]
+) -> None:
     good, trouble = 0, ""
     deadline_s = time.monotonic() + _PREFLIGHT_WITHIN_S
     while time.monotonic() < deadline_s:
@@ -246,6 +256,9 @@ def _preflight_path(prober: Prober, path: Path, limit_s: float) -> None:
         good, trouble = (good + 1, trouble) if problem is None else (0, problem)
         if good == 2:
             return
+        for reason in ended().values():
+            raise EngineError(reason)
+        time.sleep(0 if good else _RETRY_S)
     raise EngineError(
         f"preflight {path}: {trouble}; two hand-offs in a row within {limit_s:g} s are needed. "
         "Check the network between the two nodes (UCX_NET_DEVICES, VLLM_NIXL_SIDE_CHANNEL_HOST, "

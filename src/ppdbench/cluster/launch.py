@@ -155,7 +155,7 @@ class LaunchedCluster(Cluster):
                 name = command.spec.name
                 self._running[name] = self._guard.start(command, self.log_of(name))
             self._wait_until_ready(say)
-            preflight(self.spec, self.facts.model)
+            preflight(self.spec, self.facts.model, ended=self.dead)
         except BaseException:
             self.stop()
             raise

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import uvloop
 
-from ppdbench.cluster.canary import check_canaries
+from ppdbench.cluster.canary import check_canaries, preflight
 from ppdbench.cluster.launch import Cluster
 from ppdbench.cluster.link import SlowLink, measure_link
 from ppdbench.core.conversation import Arrival, Conversation
@@ -126,11 +126,23 @@ class _OnCluster:
         self, keys: Sequence[PointKey], wants: Callable[[PointKey], bool] | None
     ) -> Iterator[Measured]:
         self._pulls = any(key.policy == Route.PULL for key in keys)
+        self._check_hand_offs()
         self._check_answers()
         self._slow_link = self._measured_link()
         for key in keys:
             if wants is None or wants(key):
                 yield self._until_measured(key)
+
+    def _check_hand_offs(self) -> None:
+        """Whether each P reaches each D: an attached cluster had no start of ours that tried it."""
+        if not self._backend.options.canaries:
+            return
+        if sick := self._sick():
+            raise EngineError(
+                f"{', '.join(sick)} did not answer the health check before the first point; "
+                "see that it runs and is reachable from here"
+            )
+        preflight(self._cluster.spec, self._cluster.facts.model, ended=self._cluster.dead)
 
     def _check_answers(self, only: int | None = None) -> None:
         """Wrong KV comes with HTTP 200; a cluster that ever had it proves no path."""

@@ -89,6 +89,19 @@ async def test_a_pair_that_never_gets_there_is_an_error_with_the_network_in_it(m
             await asyncio.to_thread(preflight, spec, "fake", 0.01)
 
 
+async def test_a_node_that_died_is_not_waited_for():
+    """Its own reason is given, at once, rather than three minutes of a network that is fine."""
+
+    def make(node):
+        refuse = every(1, Fault(FaultKind.STATUS)) if node.role is Role.D else None
+        return FakeEngine(faults=refuse)
+
+    async with cluster("1P_1D", make) as spec:
+        gone = asyncio.to_thread(preflight, spec, "fake", 5.0, ended=lambda: {"d0": "d0 ended"})
+        with pytest.raises(EngineError, match=r"^d0 ended$"):
+            await asyncio.wait_for(gone, 20)
+
+
 def test_the_delay_is_what_the_slow_link_adds():
     """Blocks that D lacks × bytes / rate, less what the real transfer takes, never negative."""
     link = SlowLink(bytes_per_s=1e6, kv_bytes_per_token=100, real_s_per_byte=0, block_tokens=10)
