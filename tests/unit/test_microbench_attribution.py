@@ -207,7 +207,9 @@ async def test_no_engine_is_started_once_time_is_over():
 
     plan = AttributionPlan((8,), 8, injected=(1,), long_prefixes=(), repeats=1)
     found = await measure_attribution(plan, engines(), lambda _: None, lambda: True)
-    rows = {row["control"]: row for row in found.document()["controls"]}
+    document = found.document()
+    rows = {row["control"]: row for row in document["controls"]}
 
     assert started == [True]
+    assert document["left_out_shots"] == len(found.fitting()) - 1
     assert rows["cascade_off"]["reason"] == "no repeat of it was whole"

@@ -109,6 +109,17 @@ def test_a_row_with_fewer_repeats_than_asked_says_so_on_the_screen(document, cap
     assert "Doses" not in shown
 
 
+def test_a_hand_off_cut_short_or_cached_otherwise_says_so():
+    """Whole ways may be missing, and a context may have been evicted."""
+    evicted = HOP | {"context_tokens": 256, "cached_tokens_min": 0, "cached_tokens_max": 256}
+    exact = evicted | {"cached_tokens_min": 256}
+    document = CUT_SHORT | {"protocol": "handoff", "rows": [evicted, exact], "left_out_points": 5}
+    said = " ".join(shortfalls(document))
+
+    assert "1 rows rest on prompts of which other than the stated context was cached" in said
+    assert "left out when the time limit was reached: 5." in said
+
+
 def test_a_whole_run_has_no_shortfall():
     """Nothing is said where nothing is missing."""
     whole = CUT_SHORT | {"rows": [ROW | {"repeats": 10}], "cells_without_rows": 0}

@@ -113,6 +113,7 @@ class Attribution:
     misfits: dict[tuple[str, int, int], str] = field(default_factory=dict)
     failed: int = 0
     unproven: int = 0
+    left_out: int = 0
 
     def fitting(self) -> list[Shot]:
         """Shots that fit; a form that does not is noted with its reason, whole.
@@ -159,6 +160,7 @@ class Attribution:
             ],
             "failed_shots": self.failed,
             "unproven_shots": self.unproven,
+            "left_out_shots": self.left_out,
         }
 
     def _controls(self, results: Results) -> list[dict[str, Any]]:
@@ -211,6 +213,7 @@ async def measure_attribution(
     that would come after that is not started.
     """
     found: Attribution | None = None
+    done = 0
     async for cascade, engine, limits in engines:
         found = found or Attribution(plan, limits)
         chosen = [shot for shot in found.fitting() if shot.form.cascade is cascade]
@@ -219,10 +222,13 @@ async def measure_attribution(
             if place % 20 == 0:
                 tell(f"shot {place + 1} of {len(chosen)}: {shot.name}")
             found.take(shot, await engine.run(ShotScript(shot, plan.seed)), keep=True)
+            done += 1
             if is_over():
-                tell(f"time is over: {len(chosen) - place - 1} shots are left out")
                 break
         if is_over():
             break
     assert found is not None
+    found.left_out = len(found.fitting()) - done
+    if found.left_out:
+        tell(f"time is over: {found.left_out} shots are left out")
     return found

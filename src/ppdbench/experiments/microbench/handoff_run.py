@@ -69,6 +69,7 @@ class Handoff:
     records: list[TurnRecord] = field(default_factory=list)
     unproven_points: int = 0
     failed_turns: int = 0
+    left_out: int = 0
     moved_bytes: int = 0
     moved_block_tokens: int = 0
 
@@ -121,6 +122,7 @@ class Handoff:
             "finding": hop_finding(fits),
             "unproven_points": self.unproven_points,
             "failed_turns": self.failed_turns,
+            "left_out_points": self.left_out,
         }
 
 
@@ -180,7 +182,8 @@ async def measure_handoff(
         )
         found.take(place, outcome, keep=True)
         if is_over():
-            tell(f"time is over: {len(places) - number} points are left out")
+            found.left_out = len(places) - number
+            tell(f"time is over: {found.left_out} points are left out")
             break
     return found
 
