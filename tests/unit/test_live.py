@@ -363,6 +363,17 @@ async def test_no_more_hand_offs_than_allowed_are_out_at_a_p():
     assert max(r.ttft_s for r in bounded) >= 0.3
 
 
+@on_uvloop
+async def test_a_limit_on_hand_offs_holds_for_a_load_that_would_be_split():
+    """Two processes would count to the limit each; one says honestly when it is late."""
+    turns = talks(6, turns=1, gap_s=1e-5)
+    async with ScriptedCluster("1P_1D", lambda _: FakeEngine(service=Service(0.05))) as cluster:
+        outcome = await play(cluster, "remote", turns, settings(max_hand_offs=2))
+
+    assert outcome.timing["load_processes"] == 1
+    assert most_at_once([(r.sent_at_s, r.first_token_at_s) for r in outcome.records]) == 2
+
+
 def test_a_hand_off_that_was_given_up_while_it_waited_takes_no_room():
     """The next in line goes instead."""
     gate, begun = HandOffGate(1), []

@@ -76,7 +76,7 @@ async def _measure(share: Share, task: Task, settings: LiveSettings) -> PointOut
     await share.connect()
     await share.warm_up(settings.warm_up)
     before = await (read_settled if settings.warm_up else read)(task.cluster)
-    processes = settings.processes or processes_for(task.arrivals, task.users)
+    processes = _processes(task, settings)
     if processes == 1:
         done = [await share.run()]
         records = done[0].records
@@ -88,6 +88,13 @@ async def _measure(share: Share, task: Task, settings: LiveSettings) -> PointOut
     facts |= await path_facts(task.cluster, before, records)
     timing = {"wall_s": max(part.wall_s for part in done), "load_processes": processes}
     return PointOutcome(records, facts, timing)
+
+
+def _processes(task: Task, settings: LiveSettings) -> int:
+    """A limit on hand-offs is per P, and only one process can count all that are out there."""
+    if settings.turns.max_hand_offs is not None:
+        return 1
+    return settings.processes or processes_for(task.arrivals, task.users)
 
 
 def raise_file_limit() -> None:
