@@ -8,6 +8,7 @@ from typing import Self
 
 from ppdbench.cluster import control
 from ppdbench.cluster.contract import ClusterSpec, Node
+from ppdbench.core.errors import EngineError
 
 _TIMEOUT_S = 10.0
 
@@ -102,9 +103,16 @@ def read_node(node: Node) -> Reading:
     """Read one node now.
 
     Raises:
-        EngineError: it does not answer.
+        EngineError: it does not answer, or not with metrics.
     """
-    return read_metrics(control.get(node, node.metrics_url, _TIMEOUT_S))
+    text = control.get(node, node.metrics_url, _TIMEOUT_S)
+    try:
+        return read_metrics(text)
+    except ValueError as error:
+        raise EngineError(
+            f"node {node.name} at {node.metrics_url} gives no Prometheus metrics ({error}); "
+            "check metrics_url"
+        ) from error
 
 
 def read_nodes(cluster: ClusterSpec) -> dict[str, Reading]:

@@ -42,6 +42,8 @@ def prove(
     homes = [deltas[n.name] for n in cluster.nodes if n.role is not Role.P]
     problems = tuple(_problems(cluster, deltas, turns))
     known = all(c.computed_tokens is not None for c in deltas.values())
+    if _handed_over(turns) and _reads(homes) is None:
+        known = False
     return Proof(
         False if problems else (True if known else None),
         problems,
@@ -60,10 +62,20 @@ def _sum(counters: object, field: str) -> float | None:
     return sum(known) if known else None
 
 
+def _handed_over(turns: Mapping[Route, int]) -> int:
+    return turns.get(Route.REMOTE, 0) + turns.get(Route.PULL, 0)
+
+
+def _reads(homes: list[Counters]) -> float | None:
+    """Evidence that KV came: transfers; tokens where a connector does not count transfers."""
+    transfers = _sum(homes, "transfers")
+    return _sum(homes, "received_tokens") if transfers is None else transfers
+
+
 def _problems(
     cluster: ClusterSpec, deltas: Mapping[str, Counters], turns: Mapping[Route, int]
 ) -> Iterator[str]:
-    handed_over = turns.get(Route.REMOTE, 0) + turns.get(Route.PULL, 0)
+    handed_over = _handed_over(turns)
     by_role = [(node, deltas[node.name]) for node in cluster.nodes]
     for node, counted in by_role:
         yield from _node_problems(node, counted)
@@ -73,6 +85,8 @@ def _problems(
 
 
 def _node_problems(node: Node, counted: Counters) -> Iterator[str]:
+    if (counted.computed_tokens or 0) < 0 or (counted.finished_requests or 0) < 0:
+        yield f"{node.name} counts less than before: it was started anew in the meantime"
     if counted.failed_transfers:
         yield f"{node.name} failed {counted.failed_transfers:g} KV transfers"
     if node.role is Role.P and counted.expired_hand_offs:  # a D's are offers that no pull took
@@ -83,7 +97,7 @@ def _node_problems(node: Node, counted: Counters) -> Iterator[str]:
 
 def _hand_off_problems(homes: list[Counters], handed_over: int) -> Iterator[str]:
     transfers, received = _sum(homes, "transfers"), _sum(homes, "received_tokens")
-    if handed_over and transfers == 0:
+    if handed_over and _reads(homes) == 0:
         yield f"{handed_over} turns went through P and no D read any KV: they were local in secret"
     if transfers is not None and transfers > handed_over:
         yield f"D nodes read KV {transfers:g} times for {handed_over} turns that went through P"

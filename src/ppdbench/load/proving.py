@@ -21,7 +21,7 @@ async def read(cluster: ClusterSpec) -> Readings | None:
     """What the nodes have counted so far; ``None`` when one of them does not say."""
     try:
         return await asyncio.to_thread(read_nodes, cluster)
-    except (EngineError, ValueError):  # no /metrics, or none that can be parsed
+    except EngineError:  # no /metrics, or none that can be parsed
         return None
 
 

@@ -80,6 +80,8 @@ def test_a_remote_and_a_local_turn_are_proven_by_one_transfer():
         ({"finished_requests": 1}, {"transfers": 1}, {Route.PULL: 1}, "no P read"),
         ({"finished_requests": 1, "transfers": 1}, {"transfers": 1}, {Route.REMOTE: 1},
          "P nodes read"),
+        ({"finished_requests": 1}, {"transfers": None}, {Route.REMOTE: 1}, "local in secret"),
+        ({"finished_requests": -5}, {"transfers": 1}, {Route.REMOTE: 1}, "p0 counts less"),
     ],
 )  # fmt: skip
 def test_what_contradicts_the_routes_is_named(p, d, turns, word):
@@ -99,6 +101,18 @@ def test_kv_that_d_offered_and_no_pull_took_is_no_problem():
     )
 
     assert proof.proven is True
+
+
+@pytest.mark.parametrize(("received", "proven"), [(9.0, True), (None, None)])
+def test_a_hand_off_is_proven_by_kv_that_came_and_by_nothing_else(received, proven):
+    """A connector may count tokens and no transfers; where it counts neither, nobody knows."""
+    proof = proof_of(
+        counted(finished_requests=1),
+        counted(transfers=None, received_tokens=received),
+        {Route.REMOTE: 1},
+    )
+
+    assert proof.proven is proven
 
 
 def test_nodes_that_count_nothing_prove_nothing():

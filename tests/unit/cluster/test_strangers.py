@@ -10,6 +10,7 @@ import pytest
 from ppdbench.cluster import control
 from ppdbench.cluster.canary import check_canaries
 from ppdbench.cluster.contract import ClusterSpec, Node
+from ppdbench.cluster.counters import read_node
 from ppdbench.cluster.engine import probe
 from ppdbench.core.errors import EngineError
 from ppdbench.core.topology import Role
@@ -85,3 +86,11 @@ def test_a_metrics_address_keeps_its_query(stranger):
     control.get(node, node.metrics_url, 5.0)
 
     assert stranger.asked == ["/m?job=a"]
+
+
+def test_metrics_that_are_none_are_one_sentence(stranger):
+    """The address is named, because ``metrics_url`` may be wrong."""
+    stranger.answer = b"vllm:num_requests_running{ 3 4 5"
+
+    with pytest.raises(EngineError, match=r"r0 at .*/metrics gives no Prometheus metrics"):
+        read_node(node_at(stranger))
