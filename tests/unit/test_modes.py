@@ -24,6 +24,10 @@ ATTACH = ("--backend", "attach", "--node", "R=http://127.0.0.1:1")
         ((*SWEEP, *SIM, "--device", "cuda"), "--device belongs to --backend vllm"),
         ((*SWEEP, *SIM, "--dtype", "half"), "--dtype belongs to --backend vllm or attach"),
         ((*SWEEP, *SIM, "--no-canaries"), "--no-canaries belongs to --backend vllm or attach"),
+        (
+            (*SWEEP, *SIM, "--max-hand-offs", "2"),
+            "--max-hand-offs belongs to --backend vllm or att",
+        ),
         ((*SWEEP, *VLLM, "--gpu", "h100_sxm"), "--gpu belongs to --backend sim or attach"),
         ((*SWEEP, *VLLM, "--costs", "roofline"), "--costs belongs to --backend sim"),
         ((*SWEEP, *VLLM, "--device", "cpu", "--tp", "2"), "--tp belongs to --device cuda"),

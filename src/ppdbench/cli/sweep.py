@@ -26,7 +26,9 @@ BACKENDS_OF = {
     **dict.fromkeys(("device", "gpus", "tp", "vllm", "max_model_len", "dummy_weights"), LAUNCHED),
     **dict.fromkeys(("engine_arg", "ready_within"), LAUNCHED),
     **dict.fromkeys(("cluster", "node"), ("attach",)),
-    **dict.fromkeys(("dtype", "point_timeout", "warm_up", "no_canaries", "emulate_link"), LIVE),
+    **dict.fromkeys(
+        ("dtype", "point_timeout", "warm_up", "no_canaries", "emulate_link", "max_hand_offs"), LIVE
+    ),
 }
 """Options that not every backend reads."""
 
