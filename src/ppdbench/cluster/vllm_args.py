@@ -250,7 +250,8 @@ def kv_role(role: Role, version: tuple[int, int]) -> str:
 
 
 def _environment(role: Role, options: EngineOptions, port: NodePorts) -> dict[str, str]:
-    values = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    # A key that the caller exports for other servers would lock us out of our own nodes.
+    values = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_API_KEY": ""}
     if options.model.startswith(("/", ".")):
         values["HF_HUB_OFFLINE"] = "1"
     if role is not Role.R:

@@ -121,6 +121,13 @@ def test_a_users_arguments_come_last_and_so_win():
     assert made["r0"].argv[-2:] == ("--dtype", "float32")
 
 
+def test_a_key_of_the_callers_own_does_not_lock_the_nodes(monkeypatch):
+    """VLLM_API_KEY is inherited unless it is overridden; vLLM takes an empty one for none."""
+    monkeypatch.setenv("VLLM_API_KEY", "for-another-server")
+
+    assert all(c.environment["VLLM_API_KEY"] == "" for c in commands("1P_1D", gpus="01").values())
+
+
 @pytest.mark.parametrize(
     ("cores", "nodes", "shares"),
     [
