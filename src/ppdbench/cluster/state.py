@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,12 +21,13 @@ _GRACE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """A detached cluster. ``processes`` are by node name and belong to the boot ``boot``."""
+    """A detached cluster. ``processes`` are by node name, of the boot ``boot`` of ``host``."""
 
     backend: str
     spec: ClusterSpec
     processes: Mapping[str, Started]
     boot: str
+    host: str
 
     def alive(self, node: Node) -> bool:
         """Whether the process we started for ``node`` still runs."""
@@ -64,11 +66,11 @@ class StateFolder:
         """The cluster that was put up here, ``None`` when there is none.
 
         Raises:
-            UsageError: the state file is damaged.
+            UsageError: the state file is damaged, or another host's.
         """
         try:
             document = json.loads(self._file.read_text())
-            return _state(document)
+            state = _state(document)
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, UsageError) as error:
@@ -76,6 +78,17 @@ class StateFolder:
                 f"state file {self._file} is damaged ({error}); end its processes by hand, "
                 "then remove it"
             ) from error
+        self._refuse_elsewhere(state)
+        return state
+
+    def _refuse_elsewhere(self, state: ClusterState) -> None:
+        """Only on their own host can anyone tell whether nodes live; to forget them leaks them."""
+        if state.host != socket.gethostname():
+            raise UsageError(
+                f"the {state.spec.topology} cluster in {self.folder} was put up on {state.host!r} "
+                f"and this is {socket.gethostname()!r}; run `ppd cluster down` there, choose "
+                f"another folder with --state, or remove {self._file} if that host is gone"
+            )
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -122,6 +135,7 @@ class StateFolder:
             "schema": _SCHEMA,
             "backend": backend,
             "boot": boot_id(),
+            "host": socket.gethostname(),
             "nodes": [
                 {"name": node.name, "role": node.role.value, "url": node.url,
                  "pid": processes[node.name].pid,
@@ -137,7 +151,11 @@ class StateFolder:
         write_cluster(spec, self.cluster_file)
 
     def down(self) -> ClusterState | None:
-        """End what was started here, wait until it is gone, forget it; logs stay."""
+        """End what was started here, wait until it is gone, forget it; logs stay.
+
+        Raises:
+            UsageError: the state file is damaged, or another host's.
+        """
         state = self.read()
         if state is None:
             return None
@@ -158,4 +176,5 @@ def _state(document: Mapping[str, Any]) -> ClusterState:
         ClusterSpec(tuple(Node(n["name"], read_role(n["role"]), n["url"]) for n in nodes)),
         {n["name"]: Started(int(n["pid"]), int(n["start_ticks"])) for n in nodes},
         document["boot"],
+        document["host"],
     )

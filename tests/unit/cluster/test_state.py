@@ -80,14 +80,27 @@ def test_one_cluster_at_a_time(tmp_path, sleeper):
     assert state.read() is None
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"nodes": 3, "backend": "vllm", "boot": ""}',
-                                  '{"nodes": [], "backend": "vllm", "boot": ""}'])  # fmt: skip
+@pytest.mark.parametrize("text", ["{", "[]", '{"nodes": 3}', '{"nodes": [], "backend": "sim"}'])
 def test_a_damaged_state_file_is_an_error_that_says_what_to_do(tmp_path, text):
     """Nothing is guessed about processes."""
     (tmp_path / "state.json").write_text(text)
 
     with pytest.raises(UsageError, match="damaged"):
         StateFolder(tmp_path).read()
+
+
+def test_another_hosts_cluster_is_neither_ended_nor_forgotten(tmp_path, sleeper):
+    """A home folder shared by hosts: only where the nodes run can anyone tell that they do."""
+    state = recorded(tmp_path, sleeper)
+    file = tmp_path / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"host": "login-1", "boot": "b"}))
+
+    for act in (state.read, state.down, state.refuse_second):
+        with pytest.raises(UsageError, match="put up on 'login-1'"):
+            act()
+
+    assert file.exists()
+    assert sleeper.poll() is None
 
 
 @pytest.mark.parametrize("change", [Path.unlink, lambda file: file.write_text("[[node]]")])
