@@ -176,5 +176,5 @@ def _state(document: Mapping[str, Any]) -> ClusterState:
         ClusterSpec(tuple(Node(n["name"], read_role(n["role"]), n["url"]) for n in nodes)),
         {n["name"]: Started(int(n["pid"]), int(n["start_ticks"])) for n in nodes},
         document["boot"],
-        document["host"],
+        document.get("host", socket.gethostname()),  # files of earlier versions do not say
     )

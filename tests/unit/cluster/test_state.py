@@ -89,6 +89,18 @@ def test_a_damaged_state_file_is_an_error_that_says_what_to_do(tmp_path, text):
         StateFolder(tmp_path).read()
 
 
+def test_a_file_that_names_no_host_is_this_ones(tmp_path, sleeper):
+    """Earlier versions wrote none, and their nodes must be ended too."""
+    state = recorded(tmp_path, sleeper)
+    file = tmp_path / "state.json"
+    document = json.loads(file.read_text())
+    file.write_text(json.dumps({k: v for k, v in document.items() if k != "host"}))
+
+    state.down()
+
+    assert sleeper.wait(timeout=5) != 0
+
+
 def test_another_hosts_cluster_is_neither_ended_nor_forgotten(tmp_path, sleeper):
     """A home folder shared by hosts: only where the nodes run can anyone tell that they do."""
     state = recorded(tmp_path, sleeper)
