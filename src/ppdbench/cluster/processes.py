@@ -88,9 +88,12 @@ def start(
 
 
 def _joined(own: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
-    """``added`` wins, but a search path of ours must not hide the caller's."""
-    paths = [env["PYTHONPATH"] for env in (added, own) if env.get("PYTHONPATH")]
-    joined = {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
+    """``added`` wins, but search paths of ours must not hide the caller's."""
+    joined = {
+        name: os.pathsep.join(paths)
+        for name in ("PYTHONPATH", "LD_LIBRARY_PATH")
+        if (paths := [env[name] for env in (added, own) if env.get(name)])
+    }
     return {**own, **added, **joined}
 
 

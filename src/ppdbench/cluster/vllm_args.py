@@ -117,7 +117,7 @@ class NodePorts:
 
 @dataclass(frozen=True, slots=True)
 class NodeCommand:
-    """How to start one node; ``environment`` is added to the caller's own, PYTHONPATH in front."""
+    """How to start one node. ``environment`` is added to the caller's, search paths in front."""
 
     spec: NodeSpec
     url: str
@@ -262,6 +262,8 @@ def _environment(role: Role, options: EngineOptions, port: NodePorts) -> dict[st
         values |= {"UCX_TLS": "tcp,self,sm,cma", "UCX_NET_DEVICES": "lo"}
         # vLLM sets the last one itself, but only before NIXL is loaded, which the plugin does.
         values |= {"PYTHONPATH": str(CPU_PLUGIN), "UCX_RCACHE_MAX_UNRELEASED": "1024"}
+        # scripts/engine puts libnuma there where the system has none; vLLM's kernels need it.
+        values["LD_LIBRARY_PATH"] = str(Path(options.python).parent.parent / "lib")
     return values
 
 

@@ -210,13 +210,14 @@ def test_detached_nodes_outlive_their_owner(tmp_path):
     assert not node.alive()
 
 
-def test_a_nodes_search_path_stands_before_the_callers(tmp_path, monkeypatch):
-    """A node's plugin folder must not hide what the user put on PYTHONPATH."""
-    monkeypatch.setenv("PYTHONPATH", "/theirs")
+@pytest.mark.parametrize("name", ["PYTHONPATH", "LD_LIBRARY_PATH"])
+def test_a_nodes_search_path_stands_before_the_callers(tmp_path, monkeypatch, name):
+    """A node's own folders must not hide what the user has there."""
+    monkeypatch.setenv(name, "/theirs")
     log = tmp_path / "log"
     child = start(
-        [sys.executable, "-c", "import os; print(os.environ['PYTHONPATH'])"],
-        {"PYTHONPATH": "/ours"}, log,
+        [sys.executable, "-c", f"import os; print(os.environ['{name}'])"],
+        {name: "/ours"}, log,
     )  # fmt: skip
 
     assert child.wait(30) == 0
