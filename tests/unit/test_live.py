@@ -22,6 +22,7 @@ from ppdbench.load.clock import WallClock
 from ppdbench.load.hand_offs import HandOffGate
 from ppdbench.load.history import IdHistory
 from ppdbench.load.live import LiveSettings, run_live_point
+from ppdbench.load.share import Task, connections_for
 from ppdbench.load.turns import HttpTurns, TurnSettings
 from ppdbench.policy.parse import parse_policy
 from ppdbench.runs.aggregate import Plan, aggregate
@@ -516,3 +517,19 @@ async def test_a_bug_at_the_end_of_an_answer_ends_the_point_at_once(monkeypatch)
     async with asyncio.timeout(5), ScriptedCluster("1P_1D") as cluster:
         with pytest.raises(ZeroDivisionError):
             await play(cluster, "local", talks(1))
+
+
+def test_connections_for_a_hiccup_are_open_before_the_point_begins():
+    assert connections_for(_task(turns_per_s=10)) == 8
+    assert connections_for(_task(turns_per_s=2_000)) == pytest.approx(100, abs=1)
+    assert connections_for(_task(turns_per_s=10**6)) == 1_024
+    assert connections_for(_task(turns_per_s=10, users=32)) == 32
+
+
+def _task(turns_per_s, users=None):
+    two = (Turn(8, 2), Turn(8, 2))
+    arrivals = [Arrival(2 * i / turns_per_s, Conversation(str(i), two)) for i in range(1_000)]
+    spec = ClusterSpec((Node("r0", Role.R, "http://127.0.0.1:9"),))
+    settings = TurnSettings("m")
+    policy = parse_policy("roles")
+    return Task(spec, policy, 1.0, settings, "", 0, spec.topology.homes, arrivals, users)

@@ -45,8 +45,8 @@ class Target:
 class Capability:
     """What one client process does on one core.
 
-    ``added_ttft_*`` is our TTFT, counted from the schedule, less a bare blocking socket's at the
-    same rate in the same run. ``cpu_s_*`` is processor time of this process alone, which other
+    ``added_ttft_*`` is our TTFT less a bare blocking socket's at the same rate in the same run,
+    both counted from the schedule. ``cpu_s_*`` is processor time of this process alone, which other
     load on the machine does not stretch.
     """
 
@@ -184,7 +184,11 @@ def _talks(count: int, tokens: int, gap_s: float) -> list[Arrival]:
 
 
 def _bare_ttfts(url: str, rate_per_s: float, seconds: float) -> list[float]:
-    """A blocking socket, one request at a time at a steady pace: the floor on this machine."""
+    """A blocking socket, one request at a time at a steady pace: the floor on this machine.
+
+    Counted from the schedule as ours is: counted from the send, a client that waits for each answer
+    would see a pause of the machine once, where an open loop has it in every turn that piled up.
+    """
     origin = Origin.parse(url)
     body = {"model": "instant", "prompt": list(range(300, 308)), "max_tokens": 1, "stream": True}
     wire = Request.json("/v1/completions", body).render(origin)
@@ -193,12 +197,12 @@ def _bare_ttfts(url: str, rate_per_s: float, seconds: float) -> list[float]:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         begin_s = time.monotonic()
         for i in range(max(1, int(rate_per_s * seconds))):
-            while time.monotonic() < begin_s + i / rate_per_s:
+            due_s = begin_s + i / rate_per_s
+            while time.monotonic() < due_s:
                 time.sleep(0)
-            sent_s = time.monotonic()
             connection.sendall(wire)
             data = connection.recv(65536)
-            ttfts.append(time.monotonic() - sent_s)
+            ttfts.append(time.monotonic() - due_s)
             while not data.endswith(b"0\r\n\r\n"):
                 data += connection.recv(65536)
     return ttfts

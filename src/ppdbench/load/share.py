@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,13 +16,22 @@ from ppdbench.core.topology import NodeSpec
 from ppdbench.load.clock import WallClock
 from ppdbench.load.conversation import Play
 from ppdbench.load.driver import Driver
+from ppdbench.load.offered import offered_by
 from ppdbench.load.turns import HttpTurns, TurnSettings
 from ppdbench.policy.base import Policy
 from ppdbench.runs.records import TurnRecord
 
 BEAT_S = 0.01
 WATCH_EVERY_BEATS = 25
-CONNECTIONS_WARM = 8
+CONNECTIONS_WARM = range(8, 1025)
+"""At least and at most so many connections to each node are open when a point begins."""
+
+HICCUP_S = 0.05
+"""The pause of this process whose piled-up turns find open connections. Making one takes several
+times as long as sending a turn, so that without them a short pause would become a long one."""
+
+START_AHEAD_S = 0.1
+"""The clock begins this long after the call: scheduling some thousand arrivals takes time too."""
 
 Progress = Callable[[int, int], None]
 
@@ -77,7 +88,7 @@ class Share:
 
     async def connect(self) -> None:
         """Open connections, so that the first turns pay for none."""
-        await self._turns.warm(CONNECTIONS_WARM)
+        await self._turns.warm(connections_for(self._task))
 
     async def warm_up(self, arrivals: Sequence[Arrival]) -> None:
         """Conversations that are recorded as warm-up."""
@@ -86,8 +97,10 @@ class Share:
     async def run(self, start_monotonic_s: float | None = None) -> Done:
         """Offer the task's arrivals and wait for the last answer.
 
-        The point's clock starts at ``start_monotonic_s``, or now.
+        The point's clock starts at ``start_monotonic_s``, or soon.
         """
+        if start_monotonic_s is None:
+            start_monotonic_s = time.monotonic() + START_AHEAD_S
         self.clock.restart(start_monotonic_s)
         self._turns.send_lags_s.clear()
         self._loop_lags_s.clear()
@@ -131,6 +144,12 @@ class Share:
                 self._turns.watch()
                 if self._on_progress is not None:
                     self._on_progress(len(self._play.records), self._turns.turns_out)
+
+
+def connections_for(task: Task) -> int:
+    """As many as the turns of one hiccup need, or the users of a closed loop."""
+    wanted = task.users or math.ceil(offered_by(task.arrivals).turns_per_s * HICCUP_S)
+    return max(CONNECTIONS_WARM.start, min(wanted, CONNECTIONS_WARM.stop - 1))
 
 
 def _settle(ended: asyncio.Future[None], error: Exception | None = None) -> None:

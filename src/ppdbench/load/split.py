@@ -19,26 +19,20 @@ from multiprocessing.connection import Connection
 from ppdbench.core.conversation import Arrival
 from ppdbench.core.errors import EngineError, PpdError
 from ppdbench.load.lifetime import die_with
-from ppdbench.load.share import Done, Share, Task
+from ppdbench.load.offered import offered_by
+from ppdbench.load.share import START_AHEAD_S, Done, Share, Task
 
 REQUESTS_PER_S = 4_000
 CHUNKS_PER_S = 60_000
 """What one process is trusted with; ``ppd doctor --load`` measures more on a quiet core."""
 
-START_AHEAD_S = 0.1
-
 
 def processes_for(arrivals: Sequence[Arrival], users: int | None) -> int:
     """How many processes the offered load needs. A closed loop holds itself back: one."""
-    if users is not None or len(arrivals) < 2:
+    if users is not None:
         return 1
-    instants = [arrival.at_s for arrival in arrivals]
-    window_s = max(instants) - min(instants)
-    if window_s <= 0:
-        return 1
-    turns = [turn for arrival in arrivals for turn in arrival.conversation.turns]
-    chunks_per_s = sum(turn.output_tokens for turn in turns) / window_s
-    needed = max(len(turns) / window_s / REQUESTS_PER_S, chunks_per_s / CHUNKS_PER_S)
+    offered = offered_by(arrivals)
+    needed = max(offered.turns_per_s / REQUESTS_PER_S, offered.tokens_per_s / CHUNKS_PER_S)
     return max(1, min(math.ceil(needed), len(os.sched_getaffinity(0))))
 
 
