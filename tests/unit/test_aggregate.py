@@ -70,6 +70,8 @@ def test_a_one_token_answer_has_no_tpot():
 
     assert result["turn1"]["tpot_s"]["mean"] == pytest.approx(0.01)
     assert result["turn1"]["n"] == 2
+    assert result["turn1"]["attainment"]["tpot_s"] == {"0.015": 1.0, "0.03": 1.0}
+    assert result["turn1"]["attainment"]["ttft_s"]["0.5"] == 1.0
 
 
 def test_failures_count_as_longer_than_everything_in_adjusted_percentiles():

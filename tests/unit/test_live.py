@@ -232,6 +232,18 @@ async def test_a_turn_over_its_time_is_cancelled_at_the_engine():
 
 
 @on_uvloop
+async def test_a_hand_off_has_the_first_byte_limit_on_each_of_its_two_requests():
+    """P answered within the limit, and so did D: together they may take longer."""
+    limit = settings(first_byte_timeout_s=0.6)
+
+    async with ScriptedCluster("1P_1D", lambda _: FakeEngine(service=Service(0.4, 0.0))) as cluster:
+        outcome = await play(cluster, "remote", talks(1, turns=1), limit)
+
+    assert [record.outcome for record in outcome.records] == [Outcome.OK]
+    assert outcome.records[0].ttft_s > 0.75
+
+
+@on_uvloop
 async def test_nobody_listening_is_an_error_before_the_point():
     """A cluster that is not there at the start is one sentence, not a point of failed turns."""
     async with FakeEngine() as engine:

@@ -11,7 +11,7 @@ import pytest
 
 from ppdbench.cluster import canary
 from ppdbench.cluster.launch import Cluster
-from ppdbench.core.errors import EngineError, UsageError
+from ppdbench.core.errors import EngineError, RunError, UsageError
 from ppdbench.core.topology import Role, Topology
 from ppdbench.experiments import live
 from ppdbench.experiments.clusters import Attaching, cast, shape_of
@@ -164,6 +164,17 @@ def test_failing_turns_do_not_unprove_the_path(run):
     assert all(point["failures"]["broken_stream"] > 0 for point in points)
     assert all(point["path_proven"] is True for point in points)
     assert all("errors" in point["validity"] for point in points)
+
+
+@pytest.mark.parametrize(
+    ("other", "named"), [({"warm_up": 0}, "flags.warm_up"), ({"canaries": False}, "flags.canaries")]
+)
+def test_a_run_resumes_only_with_the_warm_up_and_canaries_it_began_with(run, other, named):
+    """Both change what the points of one folder mean."""
+    with ThreadedCluster() as cluster:
+        run(Attaching(cluster.spec))
+        with pytest.raises(RunError, match=named):
+            run(Attaching(cluster.spec), **other)
 
 
 class Fragile:

@@ -95,6 +95,10 @@ class Cluster:
         """By node name, whether it answers its health check now."""
         return {node.name: is_healthy(node) for node in self.nodes}
 
+    def sick(self) -> list[str]:
+        """The names of those that do not answer it."""
+        return sorted(name for name, good in self.health().items() if not good)
+
     def dead(self) -> dict[str, str]:
         """By node name, why it ended; nothing is known of nodes that are somebody else's."""
         return {}

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from ppdbench.cluster.canary import preflight
 from ppdbench.cluster.contract import ClusterSpec, Node
 from ppdbench.cluster.engine import engine_version, find_python, probe
 from ppdbench.cluster.launch import Cluster, LaunchOptions, launch
 from ppdbench.cluster.tiny_model import NAME
 from ppdbench.cluster.vllm_args import Device, argument_name
-from ppdbench.core.errors import UsageError
+from ppdbench.core.errors import EngineError, UsageError
 from ppdbench.core.topology import Role, Topology
 from ppdbench.runs.manifest import EngineIdentity
 
@@ -180,4 +181,16 @@ class Attaching:
 
     @contextmanager
     def open(self, shape: Topology) -> Iterator[Cluster]:  # noqa: ARG002
-        yield Cluster(self.spec)
+        """Every P must reach every D, which no start of ours has tried.
+
+        Raises:
+            EngineError: a node does not answer, or a hand-off does not get there.
+        """
+        cluster = Cluster(self.spec)
+        if sick := cluster.sick():
+            raise EngineError(
+                f"{', '.join(sick)} did not answer the health check before the first point; "
+                "see that it runs and is reachable from here"
+            )
+        preflight(self.spec, cluster.facts.model)
+        yield cluster

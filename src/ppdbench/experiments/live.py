@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import uvloop
 
-from ppdbench.cluster.canary import check_canaries, preflight
+from ppdbench.cluster.canary import check_canaries
 from ppdbench.cluster.launch import Cluster
 from ppdbench.cluster.link import SlowLink, measure_link
 from ppdbench.core.conversation import Arrival, Conversation
@@ -73,9 +73,14 @@ class LiveBackend:
         return replace(identity, connector=name)
 
     def _flags(self) -> dict[str, str | int]:
+        options = self.options
         flags: dict[str, str | int] = {"replies": self.measuring.grid.engine.replies}
-        if self.options.max_hand_offs is not None:
-            flags["max_hand_offs"] = self.options.max_hand_offs
+        if options.max_hand_offs is not None:
+            flags["max_hand_offs"] = options.max_hand_offs
+        if options.warm_up is not None:
+            flags["warm_up"] = options.warm_up
+        if not options.canaries:
+            flags["canaries"] = False
         return flags
 
     def spoken(self, key: PointKey) -> list[Arrival]:
@@ -126,23 +131,11 @@ class _OnCluster:
         self, keys: Sequence[PointKey], wants: Callable[[PointKey], bool] | None
     ) -> Iterator[Measured]:
         self._pulls = any(key.policy == Route.PULL for key in keys)
-        self._check_hand_offs()
         self._check_answers()
         self._slow_link = self._measured_link()
         for key in keys:
             if wants is None or wants(key):
                 yield self._until_measured(key)
-
-    def _check_hand_offs(self) -> None:
-        """Whether each P reaches each D: an attached cluster had no start of ours that tried it."""
-        if not self._backend.options.canaries:
-            return
-        if sick := self._sick():
-            raise EngineError(
-                f"{', '.join(sick)} did not answer the health check before the first point; "
-                "see that it runs and is reachable from here"
-            )
-        preflight(self._cluster.spec, self._cluster.facts.model, ended=self._cluster.dead)
 
     def _check_answers(self, only: int | None = None) -> None:
         """Wrong KV comes with HTTP 200; a cluster that ever had it proves no path."""
@@ -178,7 +171,7 @@ class _OnCluster:
         return self._measuring.fail(key, cause, {"attempt": ATTEMPTS})
 
     def _sick(self) -> list[str]:
-        return sorted(name for name, good in self._cluster.health().items() if not good)
+        return self._cluster.sick()
 
     def _start_afresh(self) -> None:
         """Raises EngineError when the cluster cannot come back: the sweep ends, resumable."""

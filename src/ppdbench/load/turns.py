@@ -226,9 +226,9 @@ class _Unheard:
 class _Flight:
     """One turn on its way: P first if its route says so, then the home. A sink of both answers."""
 
-    __slots__ = ("_body", "_done", "_error_body", "_exchange", "_handing_over", "_head", "_landed",
-                 "_memory", "_prefilled", "_prefilling", "_prompt_tokens", "_reply", "_turns",
-                 "_whole_body", "dialogue", "record")  # fmt: skip
+    __slots__ = ("_asked_at_s", "_body", "_done", "_error_body", "_exchange", "_handing_over",
+                 "_head", "_landed", "_memory", "_prefilled", "_prefilling", "_prompt_tokens",
+                 "_reply", "_turns", "_whole_body", "dialogue", "record")  # fmt: skip
 
     def __init__(
         self,
@@ -253,6 +253,7 @@ class _Flight:
         self._prompt_tokens = record.context_tokens + record.new_tokens
         self._reply = Reply()
         self._exchange: Exchange | None = None
+        self._asked_at_s = 0.0
         self._landed = False
 
     def launch(self) -> None:
@@ -272,8 +273,14 @@ class _Flight:
         settings, waited_s = self._turns.settings, now_s - self.record.sent_at_s
         if waited_s > settings.turn_timeout_s:
             self.give_up(Outcome.TIMEOUT, f"not finished after {waited_s:.1f} s")
-        elif waited_s > settings.first_byte_timeout_s and self._head is None:
-            self.give_up(Outcome.NO_FIRST_BYTE, f"no answer after {waited_s:.1f} s")
+        elif self._unanswered_s(now_s) > settings.first_byte_timeout_s:
+            said = f"no answer after {self._unanswered_s(now_s):.1f} s"
+            self.give_up(Outcome.NO_FIRST_BYTE, said)
+
+    def _unanswered_s(self, now_s: float) -> float:
+        """How long the request that is out, of two in a hand-off, has had no byte."""
+        waiting = self._exchange is not None and self._head is None
+        return now_s - self._asked_at_s if waiting else 0.0
 
     def give_up(self, outcome: Outcome, error: str) -> None:
         """Close the connection, so that the engine stops, and record why."""
@@ -360,7 +367,7 @@ class _Flight:
         self._turns.prefilling(node, self._prompt_tokens)
         pull_from = self._pull_source()
         body = nixl.prefill_body(self._body, pull_from)
-        self._exchange = self._turns.post(node, self._memory.history.path, body, self)
+        self._post(node, body)
 
     def _pull_source(self) -> nixl.HeldKv | None:
         """The KV to pull, if that is the route and safe; else the turn is a plain remote one."""
@@ -404,9 +411,12 @@ class _Flight:
             self._turns.prefilling(self.record.prefill_node, -self._prompt_tokens)
 
     def _ask_home(self, body: Mapping[str, Any]) -> None:
-        path = self._memory.history.path
-        self._exchange = self._turns.post(self.record.node, path, body, self)
+        self._post(self.record.node, body)
         self._body = {}
+
+    def _post(self, node: str, body: Mapping[str, Any]) -> None:
+        self._asked_at_s = self._turns.clock.now_s
+        self._exchange = self._turns.post(node, self._memory.history.path, body, self)
 
     def _end_reply(self) -> None:
         reply = self._reply

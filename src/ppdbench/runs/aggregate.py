@@ -221,7 +221,6 @@ def _turn_class(
 ) -> dict[str, Any]:
     failed = int(np.count_nonzero(mask & ~columns.ok))
     attempted = int(np.count_nonzero(mask))
-    judged = attempted - int(np.count_nonzero(mask & columns.untimed))
     summaries = _summaries(np.concatenate((latencies, counts))[:, mask])
     chosen = latencies[:, mask]
     return {
@@ -230,7 +229,7 @@ def _turn_class(
         **dict(zip(LATENCIES + COUNTS, summaries, strict=True)),
         "itl_s": _inter_token_summary(itl, mask),
         "adjusted": _adjusted(chosen, columns.ok[mask]) if failed else _plain(summaries),
-        "attainment": _attainment(chosen, judged),
+        "attainment": _attainment(chosen, failed),
     }
 
 
@@ -265,10 +264,11 @@ def _plain(summaries: Sequence[dict[str, float | None]]) -> dict[str, dict[str, 
     }
 
 
-def _attainment(latencies: Floats, judged: int) -> dict[str, dict[str, float | None]]:
-    """Share of the turns that failed or can be timed that kept each limit."""
+def _attainment(latencies: Floats, failed: int) -> dict[str, dict[str, float | None]]:
+    """Share of the turns that failed or have this latency that kept each limit."""
 
     def shares(row: Floats, limits: Sequence[float]) -> dict[str, float | None]:
+        judged = failed + int(np.count_nonzero(np.isfinite(row)))
         return {
             str(limit): float(np.count_nonzero(row <= limit)) / judged if judged else None
             for limit in limits
