@@ -35,6 +35,7 @@ ATTACH = ("--backend", "attach", "--node", "R=http://127.0.0.1:1")
         ((*SWEEP, *ATTACH, "--model", "m"), "--model belongs to --backend sim or vllm"),
         ((*SWEEP, *ATTACH, "--cluster", "c.toml"), "either --cluster cluster.toml or --node"),
         ((*SWEEP, "--backend", "cloud", "--tp", "2"), "unknown backend 'cloud'"),
+        ((*SWEEP, "--resume"), "--resume continues the run in -o"),
         ((*UP, *SIM, "--device", "cpu"), "--device belongs to --backend vllm"),
         ((*UP, *SIM, "--lease", "30"), "--lease belongs to --backend vllm"),
         ((*UP, "--gpu", "h100_sxm"), "--gpu belongs to --backend sim"),

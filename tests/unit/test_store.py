@@ -216,3 +216,18 @@ def test_records_survive_parquet_and_warm_up_lies_apart(tmp_path):
     assert read_records(tmp_path, "s") == [measured, broken]
     assert read_records(tmp_path, "s", "warm_up") == [warm]
     assert read_records(tmp_path, "other") == []
+
+
+def test_an_attempt_that_ended_before_its_first_point_is_no_run_to_continue(tmp_path):
+    """A GPU without costs is found out after the manifest: the corrected command must go."""
+    other = replace(MANIFEST, seed=99)
+    with RunWriter(tmp_path, MANIFEST) as writer:
+        writer.assemble([])
+
+    with RunWriter(tmp_path, other) as writer:
+        writer.put("p", b"{}\n")
+        writer.assemble(["p"])
+
+    assert read_manifest(tmp_path).seed == 99
+    with pytest.raises(RunError, match="already holds"):
+        RunWriter(tmp_path, MANIFEST).__enter__()

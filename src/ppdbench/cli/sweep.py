@@ -148,7 +148,7 @@ def sweep(
             max_hand_offs=max_hand_offs,
         ),
     )  # fmt: skip
-    folder = out or _default_folder(grid)
+    folder = _folder(out, grid, resume=resume)
     chosen = choose_backend(choice, folder / "logs", say)
     if dry_run:
         _show_plan(chosen, as_json=as_json)
@@ -173,9 +173,16 @@ def _cluster(path: Path | None, nodes: list[str]) -> ClusterSpec | None:
     return named_cluster(path, nodes) if path or nodes else None
 
 
-def _default_folder(grid: str) -> Path:
+def _folder(out: Path | None, grid: str, *, resume: bool) -> Path:
     import time
 
+    from ppdbench.core.errors import UsageError
+
+    if out is not None:
+        return out
+    if resume:
+        raise UsageError("--resume continues the run in -o, and there is no -o; name its folder, "
+                         "as in --resume -o results/GRID-20260131-120000")  # fmt: skip
     return Path("results") / f"{Path(grid).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 

@@ -68,7 +68,8 @@ class RunWriter:
         self._release()
 
     def _refuse_existing(self) -> None:
-        if not self._resume and (self.folder / MANIFEST).exists():
+        """An attempt that ended before its first point left nothing to lose or to mix with."""
+        if not self._resume and (self.folder / MANIFEST).exists() and self._holds_points():
             raise RunError(
                 f"{self.folder} already holds a run; continue it with --resume, "
                 "or choose another folder with -o"
@@ -76,12 +77,16 @@ class RunWriter:
 
     def _open(self) -> None:
         path = self.folder / MANIFEST
-        if path.exists():
+        if path.exists() and (self._resume or self._holds_points()):
             refuse_other_run(self.folder, read_manifest(self.folder), self._manifest)
         else:
             write_whole(path, _pretty(self._manifest.document()))
         (self.folder / "points").mkdir(exist_ok=True)
         _drop_leftovers(self.folder)
+
+    def _holds_points(self) -> bool:
+        points = self.folder / POINTS
+        return bool(self.finished()) or (points.exists() and points.stat().st_size > 0)
 
     def _release(self) -> None:
         if self._lock is not None:
