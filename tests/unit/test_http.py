@@ -105,6 +105,43 @@ async def test_chunks_arrive_with_instants_before_the_end(pool):
     assert sink.bodies[0][0] <= sink.bodies[-1][0]
 
 
+async def test_one_read_is_told_of_in_one_piece(pool):
+    """Chunks that came together are handed on together, less what follows the answer."""
+    answer = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    answer += b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n"
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer + answer)
+        await writer.drain()
+        writer.close()
+
+    server, origin = await raw_server(serve)
+    async with server:
+        sink = Recorder()
+        pool.start(origin, Request("GET", "/"), sink)
+        await sink.done.wait()
+
+    assert [data for _, data in sink.bodies] == [b"onetwo"]
+
+
+async def test_a_sink_that_fails_breaks_its_exchange_alone(pool):
+    """The error is told, the connection is not used again."""
+
+    class Failing(Recorder):
+        def on_body(self, data, at_s):
+            raise RuntimeError("no")
+
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    async with Server(lambda _, responder: responder.send(200, b"x")) as server:
+        sink = Failing()
+        pool.start(Origin.parse(server.url), Request("GET", "/"), sink)
+        await sink.done.wait()
+        await until(lambda: repr(pool) == "<Pool 0 connections, 0 idle>")
+
+    assert isinstance(sink.error, BrokenError)
+
+
 async def test_cancelling_closes_the_connection(pool):
     """The server must see that nobody wants the answer."""
     gone = asyncio.Event()

@@ -26,8 +26,9 @@ CONNECT_TIMEOUT_S = 10.0
 class Sink(Protocol):
     """Receives one answer: ``on_head``, ``on_body`` any number of times, then one of the last two.
 
-    ``at_s`` is ``time.monotonic()`` of the read that brought the bytes. A ``1xx`` head is
-    swallowed. Methods must not block; they may start the next exchange.
+    ``at_s`` is ``time.monotonic()`` of the read that brought the bytes. One read's bytes of a body
+    come in one piece, however many chunks they were. A ``1xx`` head is swallowed. Methods must not
+    block; they may start the next exchange.
     """
 
     def on_head(self, head: Head, at_s: float) -> None: ...
@@ -110,6 +111,10 @@ class _Connection(asyncio.Protocol):
         self._pool = pool
         self._origin = origin
         self._transport: asyncio.Transport | None = None
+        self._pieces: list[bytes] = []
+        self._asked_pieces = 0
+        # No frame of ours per chunk: a read may bring dozens, and they are told of together.
+        self.on_body = self._pieces.append
         self._parser = httptools.HttpResponseParser(self)
         self._exchange: Exchange | None = None
         self._headers: list[tuple[bytes, bytes]] = []
@@ -166,17 +171,37 @@ class _Connection(asyncio.Protocol):
             return
         exchange.got_bytes = True
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserCallbackError as error:
+            self._read(exchange, data)
+        except Exception:
             self.abort()
             exchange.fail(BrokenError("our own reader failed", got_bytes=True))
+            raise
+        if self._whole:
+            self._settle(exchange)
+
+    def _read(self, exchange: Exchange, data: bytes) -> None:
+        """Parse one read and tell of its head and its body."""
+        refusal = None
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
             raise (error.__context__ or error) from None
         except httptools.HttpParserError as error:
             self._foul = True
-            if not self._whole:
-                self._break(f"the answer of {self._origin} is no HTTP/1.1: {error}")
-        if self._whole:
-            self._settle(exchange)
+            refusal = error
+        if self._whole and self._foul:
+            del self._pieces[self._asked_pieces :]
+        if self._pieces:
+            self._tell_body(exchange)
+        if refusal is not None and not self._whole:
+            self._break(f"the answer of {self._origin} is no HTTP/1.1: {refusal}")
+
+    def _tell_body(self, exchange: Exchange) -> None:
+        pieces = self._pieces
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        if not exchange.done:
+            exchange.sink.on_body(body, self._at_s)
 
     def eof_received(self) -> bool:
         return False
@@ -215,13 +240,10 @@ class _Connection(asyncio.Protocol):
         self._until_close = _ends_with_connection(head)
         self._exchange.sink.on_head(head, self._at_s)
 
-    def on_body(self, data: bytes) -> None:
-        if self._exchange is not None and not self._whole:
-            self._exchange.sink.on_body(data, self._at_s)
-
     def on_message_complete(self) -> None:
         if not self._swallow and not self._whole:
             self._whole = True
+            self._asked_pieces = len(self._pieces)
             self._foul = not self._parser.should_keep_alive()
 
     def _settle(self, exchange: Exchange) -> None:

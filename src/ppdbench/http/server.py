@@ -86,20 +86,27 @@ class Responder:
     def send_json(self, status: int, document: object, headers: Headers = ()) -> None:
         self.send(status, orjson.dumps(document), (JSON_TYPE, *headers))
 
-    def start(self, status: int, headers: Headers = (), lines: bytes = b"") -> None:
+    def start(
+        self, status: int, headers: Headers = (), lines: bytes = b"", first: bytes = b""
+    ) -> None:
         """Begin an answer of unknown length: chunked, or ended by the close for HTTP/1.0.
 
-        ``lines`` are further headers as they stand on the wire.
+        ``lines`` are further headers as they stand on the wire; ``first`` is a chunk that goes to
+        the kernel together with the head.
         """
         self.started = True
         if self._chunked:
             lines += b"transfer-encoding: chunked\r\n"
-        self._write(_render_head(status, headers, lines, keep_alive=self._keep_alive))
+        head = _render_head(status, headers, lines, keep_alive=self._keep_alive)
+        self._write(head + self._framed(first) if first else head)
 
     def write(self, data: bytes) -> None:
         """One chunk; its bytes go to the kernel now."""
         if data:
-            self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+            self._write(self._framed(data))
+
+    def _framed(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
 
     def end(self) -> None:
         if self._chunked:

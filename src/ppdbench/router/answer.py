@@ -56,8 +56,12 @@ def without_usage(data: bytes) -> bytes:
     """Whole events less the one that only a request with ``include_usage`` gets."""
     separator = b"\r\n\r\n" if b"\r\n\r\n" in data else b"\n\n"
     pieces = data.split(separator)
-    kept = [piece for piece in pieces if not any(map(is_usage_alone, events(piece)))]
-    return separator.join(kept)
+    return separator.join([piece for piece in pieces if not _is_usage(piece)])
+
+
+def _is_usage(piece: bytes) -> bool:
+    """Most pieces are tokens, and those are not parsed."""
+    return b'"usage"' in piece and any(map(is_usage_alone, events(piece)))
 
 
 class StreamReader:

@@ -164,8 +164,6 @@ class AnswerLeg:
             self._responder.abort()
 
     def _pass_on(self, data: bytes, at_s: float) -> None:
-        if not self.began:
-            self._begin()
         if self.first_at_s is None:
             if carries_token(data):
                 self.first_at_s = self.last_at_s = at_s
@@ -175,15 +173,19 @@ class AnswerLeg:
         self._reader.feed(data)
         if self._strip_usage and b'"usage"' in data:
             data = without_usage(data)
-        self._responder.write(data)
+        if self.began:
+            self._responder.write(data)
+        else:
+            self._begin(data)
         if self._responder.congested and self.exchange is not None:
             self.exchange.pause()
 
-    def _begin(self) -> None:
+    def _begin(self, data: bytes) -> None:
         assert self.head is not None
         self.began = True
         self._responder.on_writable = self._go_on
-        self._responder.start(self.head.status, (), self._receipt + response_lines(self.head))
+        lines = self._receipt + response_lines(self.head)
+        self._responder.start(self.head.status, (), lines, data)
 
     def _go_on(self) -> None:
         if self.exchange is not None:
