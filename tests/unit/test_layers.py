@@ -34,6 +34,8 @@ HOMES = {
     "aiohttp": {"cluster", "router", "testing", "sim", "load"},
     "datasets": {"workload"},
     "ijson": {"workload"},
+    "msgspec": {"router"},
+    "zmq": {"router"},
     "vllm": set(),
 }
 

@@ -32,7 +32,7 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 VLLM_OPTIONS = (
     "device", "gpus", "tp", "connector", "vllm", "dtype", "max_model_len", "kv_cache_gib",
-    "dummy_weights", "pull", "lease", "engine_arg",
+    "dummy_weights", "pull", "lease", "kv_events", "engine_arg",
 )  # fmt: skip
 BACKENDS_OF = {"gpu": ("sim",), **dict.fromkeys(VLLM_OPTIONS, ("vllm",))}
 """Options of ``up`` that not every backend reads."""
@@ -61,6 +61,9 @@ def up(
         bool, typer.Option("--pull", help="Let P read D's KV; D then holds it for a while.")
     ] = False,
     lease: Annotated[int, typer.Option(min=6, help="Seconds P keeps KV nobody read.")] = 30,
+    kv_events: Annotated[
+        bool, typer.Option("--kv-events", help="Let nodes tell `ppd serve` what KV they evict.")
+    ] = False,
     engine_arg: Annotated[
         list[str] | None, typer.Option(help="Passed to vLLM as it is; may be repeated.")
     ] = None,
@@ -84,7 +87,8 @@ def up(
     options = launch_options(
         model=model, device=device, gpus=gpus, tp=tp, connector=connector, vllm=vllm, dtype=dtype,
         max_model_len=max_model_len, cpu_kv_cache_gib=kv_cache_gib, dummy_weights=dummy_weights,
-        pull=pull, lease_s=lease, engine_args=tuple(engine_arg or ()), ready_within_s=ready_within,
+        pull=pull, lease_s=lease, kv_events=kv_events, engine_args=tuple(engine_arg or ()),
+        ready_within_s=ready_within,
     )  # fmt: skip
     folder = _folder(state)
     if dry_run:

@@ -27,7 +27,7 @@ class Node:
 
     ``api_key_env`` names the environment variable with the bearer token, so no file ever holds a
     key. ``ca_file`` is the authority that signed an ``https`` node's certificate. ``kv_events``
-    is the ZMQ endpoint of its KV events; nothing here reads it.
+    is the ZMQ endpoint at which it publishes KV events, for the router.
     """
 
     name: str
@@ -49,6 +49,11 @@ class Node:
             raise UsageError(
                 f"metrics_url {self.metrics_url!r} of node {self.name!r} is not "
                 "http(s)://host:port/path"
+            )
+        if self.kv_events is not None and not _is_zmq_endpoint(self.kv_events):
+            raise UsageError(
+                f"kv_events {self.kv_events!r} of node {self.name!r} is neither tcp://host:port, "
+                "with the host that others reach it at, nor ipc://path"
             )
 
     def headers(self) -> dict[str, str]:
@@ -96,6 +101,18 @@ def _is_address(text: str, *, path: bool) -> bool:
         return False
     bare = url.path in ("", "/") and not url.query and not url.fragment
     return url.scheme in ("http", "https") and bool(url.hostname) and port != 0 and (path or bare)
+
+
+def _is_zmq_endpoint(text: str) -> bool:
+    """Whether one can connect to ``text``; ``tcp://*:5557`` is how a publisher binds."""
+    try:
+        url = urlsplit(text)
+        host, port = url.hostname, url.port
+    except ValueError:
+        return False
+    if url.scheme == "ipc":
+        return len(text) > len("ipc://")
+    return url.scheme == "tcp" and bool(host) and host != "*" and bool(port) and not url.path
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ class LaunchOptions:
     cpu_kv_cache_gib: float = 1.0
     pull: bool = False
     lease_s: int = 30
+    kv_events: bool = False
     engine_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     ready_within_s: float = 600.0
@@ -130,7 +131,11 @@ class LaunchedCluster(Cluster):
         self, commands: Sequence[NodeCommand], guard: Guard, logs: Path, ready_within_s: float
     ) -> None:
         super().__init__(
-            ClusterSpec(tuple(Node(c.spec.name, c.spec.role, c.url) for c in commands))
+            ClusterSpec(
+                tuple(
+                    Node(c.spec.name, c.spec.role, c.url, kv_events=c.kv_events) for c in commands
+                )
+            )
         )
         self.commands = tuple(commands)
         self._guard = guard
@@ -324,6 +329,7 @@ def _engine_options(
         cpu_kv_cache_gib=options.cpu_kv_cache_gib,
         pull=options.pull,
         lease_s=options.lease_s,
+        kv_events=options.kv_events,
         engine_args=options.engine_args,
         environment=options.environment,
     )

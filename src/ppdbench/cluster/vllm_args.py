@@ -85,7 +85,8 @@ class EngineOptions:
     ``python`` runs vLLM. ``version`` is vLLM's ``(major, minor)``. ``gpus`` are device ids; one
     named n times is shared by n nodes. ``pull`` lets P read D's KV, at a price: every D then pins
     the KV of each finished remote turn for ``held_kv_s``. ``lease_s`` is how long P keeps blocks
-    that no D has read.
+    that no D has read. ``kv_events``: nodes that decode publish what their caches store
+    and lose.
     """
 
     model: str
@@ -103,6 +104,7 @@ class EngineOptions:
     pull: bool = False
     held_kv_s: int = 120
     lease_s: int = 30
+    kv_events: bool = False
     engine_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -117,12 +119,16 @@ class NodePorts:
 
 @dataclass(frozen=True, slots=True)
 class NodeCommand:
-    """How to start one node. ``environment`` is added to the caller's, search paths in front."""
+    """How to start one node. ``environment`` is added to the caller's, search paths in front.
+
+    ``kv_events`` is where it publishes its KV events, if it does.
+    """
 
     spec: NodeSpec
     url: str
     argv: tuple[str, ...]
     environment: Mapping[str, str]
+    kv_events: str | None = None
 
     def as_shell(self) -> str:
         """One line to paste into a shell."""
@@ -147,13 +153,15 @@ def node_commands(
         NodeCommand(
             spec,
             f"http://{HOST}:{port.http}",
-            (*_base_argv(options, port), *_role_argv(spec.role, options), *where.argv,
+            (*_base_argv(options, port), *_role_argv(spec.role, options),
+             *_events_argv(_events_endpoint(spec.role, options, port)), *where.argv,
              *options.engine_args),
             {
                 **_environment(spec.role, options, port),
                 **where.environment,
                 **options.environment,
             },
+            _events_endpoint(spec.role, options, port),
         )
         for spec, port, where in zip(topology.nodes, ports, placed, strict=True)
     )  # fmt: skip
@@ -228,6 +236,21 @@ def _role_argv(role: Role, options: EngineOptions) -> list[str]:
         "kv_connector_extra_config": _connector_config(options),
     }
     return ["--kv-transfer-config", json.dumps(config)]
+
+
+def _events_endpoint(role: Role, options: EngineOptions, port: NodePorts) -> str | None:
+    """A socket of this machine, without a file, named by a port that is the node's alone.
+
+    For TCP vLLM binds a wildcard only, which every network of the machine would reach.
+    """
+    return f"ipc://@ppd-kv-events-{port.http}" if options.kv_events and role.decodes else None
+
+
+def _events_argv(endpoint: str | None) -> list[str]:
+    if endpoint is None:
+        return []
+    config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    return ["--kv-events-config", json.dumps(config)]
 
 
 def _connector_config(options: EngineOptions) -> dict[str, object]:

@@ -287,7 +287,12 @@ class Chooser:
 
 
 def _evicted(home: Upstream, note: Note, now_s: float) -> bool:
-    """Whether the node lately lost KV that had lain unused no longer than this note's."""
+    """Whether the node is known to have lost KV that was last used no earlier than this note's.
+
+    By its KV events, which say it for good, or by what an answer lately counted as cached.
+    """
+    if note.used_s <= home.gone_s.get():
+        return True
     if now_s >= home.loss_until_s.get():
         return False
     return now_s - note.used_s >= home.loss_idle_s.get()

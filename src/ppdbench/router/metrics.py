@@ -24,6 +24,7 @@ HISTOGRAMS = ("ttft_s", "tpot_s", "decide_s")
 PLAIN = (
     "in_flight", "retries", "releases", "torn", "evicted", "reloads", "reloads_failed",
     "later_turns", "later_turns_home", "shadow_differs", "drift_alarm",
+    "kv_events", "kv_events_bad", "kv_events_gaps",
 )  # fmt: skip
 
 

@@ -15,8 +15,13 @@ from ppdbench.router.board import Board, Common, Tally
 
 PER_NODE = (
     "running", "prefill_tokens", "requests", "failures", "epoch", "loss_idle_s", "loss_until_s",
+    "gone_s", "kv_next", "kv_connected",
 )  # fmt: skip
-"""Board values of each node; the last three are shared. ``failures`` are broken connections."""
+"""Board values of each node; from ``epoch`` on all workers share one.
+
+``failures`` are broken connections. What KV events told: turns that ended by ``gone_s`` have left
+no KV; ``kv_next`` is the next batch's number, 0 before the first; ``kv_connected`` is 0 or 1.
+"""
 
 GAUGES = ("running", "prefill_tokens")
 
@@ -47,6 +52,9 @@ class Upstream:
     epoch_cell: Common
     loss_idle_s: Common
     loss_until_s: Common
+    gone_s: Common
+    kv_next: Common
+    kv_connected: Common
     alive: bool = True
     strikes: int = 0
     progress_at_s: float = 0.0
@@ -124,6 +132,9 @@ def _upstream(at: int, node: Node, board: Board, pool: Pool) -> Upstream:
         epoch_cell=board.common(f"epoch:{node.name}"),
         loss_idle_s=board.common(f"loss_idle_s:{node.name}"),
         loss_until_s=board.common(f"loss_until_s:{node.name}"),
+        gone_s=board.common(f"gone_s:{node.name}"),
+        kv_next=board.common(f"kv_next:{node.name}"),
+        kv_connected=board.common(f"kv_connected:{node.name}"),
     )
 
 

@@ -221,6 +221,15 @@ class _BoardCollector:
         for node in self._upstreams.all:
             alive.add_metric([node.name], float(node.alive))
         yield alive
+        yield self._kv_events()
+
+    def _kv_events(self) -> Metric:
+        text = "KV events of the node are being read"
+        family = GaugeMetricFamily("ppd_node_kv_events_connected", text, labels=["node"])
+        for node in self._upstreams.homes:
+            if node.node.kv_events:
+                family.add_metric([node.name], node.kv_connected.get())
+        return family
 
     def _histogram(self, name: str) -> Metric:
         board = self._services.metrics.board

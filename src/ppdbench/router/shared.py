@@ -51,8 +51,9 @@ def gauge_names(cluster: ClusterSpec) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class Shared:
-    """One worker's views of the memory."""
+    """One worker's views of the memory; ``worker`` is its number."""
 
+    worker: int
     board: Board
     memory: Memory
     receipts: Receipts
@@ -61,6 +62,7 @@ class Shared:
     def over(cls, buffer: mmap, config: RouterConfig, worker: int) -> Shared:
         layout = Layout.of(config)
         return cls(
+            worker,
             Board(buffer, layout.board_at, layout.names, config.workers, worker),
             Memory(buffer, 0, layout.buckets),
             Receipts(buffer, layout.receipts_at, config.workers, worker, config.decisions_log),

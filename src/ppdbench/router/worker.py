@@ -78,6 +78,11 @@ class Router:
         self._run_beside(self.services.health.watch())
         self._run_beside(self._sweep())
         self._run_beside(self._watch_tables())
+        if self._shared.worker == 0 and any(n.node.kv_events for n in self.upstreams.homes):
+            # ZMQ and its thread only where somebody publishes.
+            from ppdbench.router.kv_events import KvEvents
+
+            self._run_beside(KvEvents(self.upstreams, self._shared.board).listen())
 
     async def close(self) -> None:
         """Stop at once; :meth:`drain` first for a friendly end."""

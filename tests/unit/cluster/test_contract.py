@@ -61,6 +61,10 @@ def test_a_hand_written_file_needs_only_name_role_and_url(tmp_path):
         ('[[node]]\nname="a"\nrole="R"\nurl="http://a:1?x=1"', "without a path"),
         ('[[node]]\nname="a"\nrole="R"\nurl="http://a:1"\nmetrics_url="a:1/m"', "metrics_url"),
         ('[[node]]\nname="bad"\nrole="X"\nurl="http://a:1"', "cluster.toml, node 'bad'"),
+        *(
+            (f'[[node]]\nname="a"\nrole="R"\nurl="http://a:1"\nkv_events="{address}"', "kv_events")
+            for address in ("tcp://*:5557", "tcp://a", "http://a:1", "a:1", "ipc://", "tcp://a:x")
+        ),
         ("node = [3]", r"no \[\[node\]\]"),
         ('[[node]]\nname="a"\nrole="D"\nurl="http://a:1"', "P is present exactly"),
         ('[[node]]\nname="a"\nrole="R"\nurl="http://a:1"\n' * 2, "unique"),

@@ -168,3 +168,20 @@ def test_cpu_nodes_get_the_plugin_that_lets_their_threads_sleep():
     ]
     assert found == ["ppd_few_cores:register"]
     assert "PYTHONPATH" not in on_gpu
+
+
+def test_kv_events_are_published_by_all_that_decode_and_reach_no_network():
+    """Off unless asked for; each home has a socket of its own on this machine, P has none."""
+    gpus = tuple("0123")
+    silent = commands("1P_2D_1R", gpus=gpus)
+    asked = commands("1P_2D_1R", gpus=gpus, kv_events=True)
+
+    assert {c.kv_events for c in silent.values()} == {None}
+    assert asked["p0"].kv_events is None
+    assert "--kv-events-config" not in asked["p0"].argv
+    homes = [asked[name] for name in ("d0", "d1", "r0")]
+    assert len({c.kv_events for c in homes}) == 3
+    for each in homes:
+        config = json.loads(each.argv[each.argv.index("--kv-events-config") + 1])
+        assert config["endpoint"] == each.kv_events
+        assert each.kv_events.startswith("ipc://@")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
 import pytest
 
-from ppdbench.cluster.contract import cluster_from_options
+from ppdbench.cluster.contract import ClusterSpec, cluster_from_options
 from ppdbench.http.client import Pool
 from ppdbench.http.messages import Head, Origin, Request
 from ppdbench.router.config import RouterConfig
@@ -106,6 +106,7 @@ async def bench_for():
             topology: str = "1P_1D",
             policy: str = "local",
             engine: Callable[[str], dict[str, Any]] = lambda _: {},
+            kv_events: str | None = None,
             **options: Any,
         ) -> Bench:
             from ppdbench.core.topology import Topology
@@ -117,6 +118,7 @@ async def bench_for():
                     FakeEngine(**engine(node.name))
                 )
             cluster = cluster_from_options(f"{n.role}={engines[n.name].url}" for n in nodes)
+            cluster = ClusterSpec(tuple(replace(n, kv_events=kv_events) for n in cluster.nodes))
             config = RouterConfig(cluster=cluster, policy=policy, port=0, max_notes=1024, **options)
             shared = Shared.over(make_buffer(config), config, 0)
             router = Router(config, load_policy(config), shared)

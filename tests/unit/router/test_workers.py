@@ -8,17 +8,20 @@ import signal
 import socket
 import sys
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
 import psutil
 import pytest
 
+from ppdbench.cluster.contract import ClusterSpec, cluster_from_options, write_cluster
 from ppdbench.http.client import Pool
 from ppdbench.http.errors import HttpError
 from ppdbench.http.messages import Origin, Request
 from ppdbench.testing.fake import FakeEngine
 
+from .publisher import CLEARED, Publisher, stored
 from .tables import a_table
 
 pytestmark = pytest.mark.slow
@@ -147,6 +150,38 @@ async def test_two_workers_keep_later_turns_at_home_and_a_restart_is_cold():
     assert workers == {0, 1}
     assert b'ppd_outcomes_total{outcome="ok"} 160.0' in metrics
     assert (after["route"], after["reason"]) == ("remote", "cold")
+
+
+async def test_what_one_worker_reads_of_kv_events_both_know(tmp_path):
+    """The one that listens may die too: its successor sees by the numbers that it missed some."""
+    with Publisher() as publisher:
+        async with FakeEngine() as p, FakeEngine() as d:
+            spec = cluster_from_options([f"P={p.url}", f"D={d.url}"])
+            nodes = (spec["p0"], replace(spec["d0"], kv_events=publisher.endpoint))
+            write_cluster(ClusterSpec(nodes), tmp_path / "c.toml")
+            port = free_port()
+            options = ("--policy", "local", "--cluster", str(tmp_path / "c.toml"), "--workers", "2")
+            async with serving(*options, port=port) as process:
+                await all_listen(port, 2)
+                await publisher.subscribed()
+                cleared = await reasons_after(port, publisher.send(CLEARED), batches=1)
+                os.kill(children_of(process.pid)[0], signal.SIGKILL)
+                await publisher.subscribed()
+                publisher.number += 1
+                missed = await reasons_after(port, publisher.send(stored(b"a")), batches=2)
+
+    assert cleared == missed == {"cold"}
+
+
+async def reasons_after(port: int, event, batches: int) -> set[str]:
+    """Of the second turns of eight conversations, on whichever worker, ``event`` between them."""
+    talks = [(await chat(port, [asks(at, 1)]))[0] for at in range(8)]
+    await event
+    read = b"ppd_kv_events_total %.1f" % batches
+    async with asyncio.timeout(20):
+        while read not in (await once(port, Request("GET", "/metrics"))).body:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    return {(await chat(port, [*talk, asks(9, 2)]))[1]["reason"] for talk in talks}
 
 
 def children_of(pid: int) -> list[int]:
