@@ -38,10 +38,13 @@ class Sink(Protocol):
 
 
 class Exchange:
-    """One request and its answer. ``sent_at_s`` is when the request was given to the kernel."""
+    """One request and its answer. ``sent_at_s`` is when the request was given to the kernel.
+
+    ``whole`` says inside ``on_body`` that this is the last of it and ``on_end`` follows at once.
+    """
 
     __slots__ = ("_connection", "_opening", "done", "got_bytes", "origin", "retried", "sent_at_s",
-                 "sink", "wire")  # fmt: skip
+                 "sink", "whole", "wire")  # fmt: skip
 
     def __init__(self, origin: Origin, wire: bytes, sink: Sink) -> None:
         self.origin = origin
@@ -50,6 +53,7 @@ class Exchange:
         self.sent_at_s: float | None = None
         self.got_bytes = False
         self.retried = False
+        self.whole = False
         self.done = False
         self._connection: _Connection | None = None
         self._opening: asyncio.Task[None] | None = None
@@ -201,6 +205,7 @@ class _Connection(asyncio.Protocol):
         body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
         if not exchange.done:
+            exchange.whole = self._whole
             exchange.sink.on_body(body, self._at_s)
 
     def eof_received(self) -> bool:

@@ -87,31 +87,42 @@ class Responder:
         self.send(status, orjson.dumps(document), (JSON_TYPE, *headers))
 
     def start(
-        self, status: int, headers: Headers = (), lines: bytes = b"", first: bytes = b""
+        self,
+        status: int,
+        headers: Headers = (),
+        lines: bytes = b"",
+        first: bytes = b"",
+        *,
+        last: bool = False,
     ) -> None:
         """Begin an answer of unknown length: chunked, or ended by the close for HTTP/1.0.
 
         ``lines`` are further headers as they stand on the wire; ``first`` is a chunk that goes to
-        the kernel together with the head.
+        the kernel together with the head. With ``last`` the answer ends with it.
         """
         self.started = True
         if self._chunked:
             lines += b"transfer-encoding: chunked\r\n"
         head = _render_head(status, headers, lines, keep_alive=self._keep_alive)
-        self._write(head + self._framed(first) if first else head)
+        self._write(head + self._framed(first, last=last))
+        if last:
+            self._finish()
 
     def write(self, data: bytes) -> None:
         """One chunk; its bytes go to the kernel now."""
         if data:
             self._write(self._framed(data))
 
-    def _framed(self, data: bytes) -> bytes:
-        return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
-
-    def end(self) -> None:
-        if self._chunked:
-            self._write(_LAST_CHUNK)
+    def end(self, data: bytes = b"") -> None:
+        """Nothing follows after the chunk ``data``."""
+        self._write(self._framed(data, last=True))
         self._finish()
+
+    def _framed(self, data: bytes, *, last: bool = False) -> bytes:
+        if not self._chunked:
+            return data
+        chunk = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+        return chunk + _LAST_CHUNK if last else chunk
 
     def pass_on(self, data: bytes) -> None:
         """Bytes of an answer that was rendered elsewhere, its head included."""
@@ -137,7 +148,7 @@ class Responder:
             self.on_gone()
 
     def _write(self, data: bytes) -> None:
-        if not self.gone and not self.finished:
+        if data and not self.gone and not self.finished:
             self._connection.write(data)
 
     def _finish(self) -> None:

@@ -12,14 +12,15 @@ from ppdbench.cluster.nixl import cached_tokens
 from ppdbench.router.identity import Answer
 
 _TEXT = {
-    "content": re.compile(rb'"content":\s*"((?:[^"\\]|\\.)*)"'),
-    "text": re.compile(rb'"text":\s*"((?:[^"\\]|\\.)*)"'),
+    "content": re.compile(rb'"content":\s*"([^"\\]*(?:\\.[^"\\]*)*)"'),
+    "text": re.compile(rb'"text":\s*"([^"\\]*(?:\\.[^"\\]*)*)"'),
 }
 """Inside a JSON string every quote is escaped, so these never match there."""
 
 _TOKEN = re.compile(
     rb'"(?:content|text|reasoning_content|reasoning|arguments)":\s*"[^"]|"tool_calls":\s*\[\s*\{'
 )
+_USAGE = b'"usage"'
 _BATCH_BYTES = 16_384
 
 
@@ -53,15 +54,23 @@ def is_usage_alone(event: bytes) -> bool:
 
 
 def without_usage(data: bytes) -> bytes:
-    """Whole events less the one that only a request with ``include_usage`` gets."""
+    """Whole events less the one that only a request with ``include_usage`` gets.
+
+    Only events that speak of a usage are looked at: all the others are tokens.
+    """
     separator = b"\r\n\r\n" if b"\r\n\r\n" in data else b"\n\n"
-    pieces = data.split(separator)
-    return separator.join([piece for piece in pieces if not _is_usage(piece)])
-
-
-def _is_usage(piece: bytes) -> bool:
-    """Most pieces are tokens, and those are not parsed."""
-    return b'"usage"' in piece and any(map(is_usage_alone, events(piece)))
+    kept, done = [], 0
+    at = data.find(_USAGE)
+    while at >= 0:
+        before, behind = data.rfind(separator, done, at), data.find(separator, at)
+        begin = done if before < 0 else before + len(separator)
+        end = len(data) if behind < 0 else behind + len(separator)
+        if any(map(is_usage_alone, events(data[begin:end]))):
+            kept.append(data[done:begin])
+            done = end
+        at = data.find(_USAGE, end)
+    kept.append(data[done:])
+    return b"".join(kept)
 
 
 class StreamReader:

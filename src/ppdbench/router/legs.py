@@ -140,6 +140,9 @@ class AnswerLeg:
         if not self.streaming:
             self._body.append(data)
             return
+        if self.exchange is not None and self.exchange.whole:
+            self._held += data  # ``on_end`` follows at once, and all goes out in one write
+            return
         if self._held or not data.endswith(b"\n\n"):
             data = self._whole_events(data)
         if data:
@@ -158,12 +161,11 @@ class AnswerLeg:
     def fail_inside(self, message: str, kind: str, status: int) -> None:
         """Say inside the stream that it will not go on; an answer already cut off is dropped."""
         if self.streaming and not self._responder.gone:
-            self._responder.write(error_event(message, kind, status))
-            self._responder.end()
+            self._responder.end(error_event(message, kind, status))
         else:
             self._responder.abort()
 
-    def _pass_on(self, data: bytes, at_s: float) -> None:
+    def _pass_on(self, data: bytes, at_s: float, *, last: bool = False) -> None:
         if self.first_at_s is None:
             if carries_token(data):
                 self.first_at_s = self.last_at_s = at_s
@@ -173,19 +175,21 @@ class AnswerLeg:
         self._reader.feed(data)
         if self._strip_usage and b'"usage"' in data:
             data = without_usage(data)
-        if self.began:
-            self._responder.write(data)
+        if not self.began:
+            self._begin(data, last=last)
+        elif last:
+            self._responder.end(data)
         else:
-            self._begin(data)
+            self._responder.write(data)
         if self._responder.congested and self.exchange is not None:
             self.exchange.pause()
 
-    def _begin(self, data: bytes) -> None:
+    def _begin(self, data: bytes, *, last: bool) -> None:
         assert self.head is not None
         self.began = True
         self._responder.on_writable = self._go_on
         lines = self._receipt + response_lines(self.head)
-        self._responder.start(self.head.status, (), lines, data)
+        self._responder.start(self.head.status, (), lines, data, last=last)
 
     def _go_on(self) -> None:
         if self.exchange is not None:
@@ -202,12 +206,10 @@ class AnswerLeg:
 
     def _end_stream(self, at_s: float) -> None:
         held, self._held = self._held, b""
-        if held or not self.began:
-            self._pass_on(held, at_s)
+        self._pass_on(held, at_s, last=True)
         assert self._reader is not None
         self.answer = self._reader.end()
         self.counted = self._reader.counted
-        self._responder.end()
 
     def _send_whole(self, at_s: float) -> None:
         assert self.head is not None
