@@ -278,9 +278,11 @@ class Chooser:
     def _learn_residency(
         self, home: Upstream, note: Note, cached_tokens: int | None, now_s: float
     ) -> None:
-        if cached_tokens is None or note.context_tokens < JUDGED_FROM_TOKENS:
+        """By the last question alone: as text, an answer may come back as other tokens."""
+        asked_tokens = note.context_tokens - note.answer_tokens
+        if cached_tokens is None or asked_tokens < JUDGED_FROM_TOKENS:
             return
-        if cached_tokens >= LOST_SHARE * note.context_tokens:
+        if cached_tokens >= LOST_SHARE * asked_tokens:
             return
         home.loss_idle_s.put(max(0.0, now_s - note.used_s))
         home.loss_until_s.put(now_s + LOSS_MEMORY_S)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import orjson
 import xxhash
 
-from ppdbench.router.memory import ANSWERED, SEVERAL, SPLIT, Memory, Note
+from ppdbench.router.memory import ANSWERED, MOST_ANSWER_TOKENS, SEVERAL, SPLIT, Memory, Note
 
 MAX_LOOKUPS = 32
 """Histories are looked up from their end; what lies deeper than this is cold."""
@@ -268,6 +268,7 @@ def _behind(note: Note, size: int, answer: Answer | None, check: int = 0) -> Not
         note.turn,
         note.epoch,
         note.flags if answer is None else note.flags | ANSWERED,
+        min(tokens, MOST_ANSWER_TOKENS),
         check,
     )
 

@@ -14,7 +14,7 @@ from zlib import crc32
 
 KEY_BYTES = 16
 _WAYS = 8
-_BODY = struct.Struct("<QIIIHHIII")
+_BODY = struct.Struct("<QIIIHHIHHI")
 _CHECKED_BYTES = _BODY.size
 _NOTE_BYTES = _CHECKED_BYTES + 4
 _KEYS_BYTES = _WAYS * KEY_BYTES
@@ -33,6 +33,8 @@ SEVERAL = 2
 SPLIT = 4
 """… and they live on different nodes, so the note names no home."""
 
+MOST_ANSWER_TOKENS = 0xFFFF
+
 _DIRECTORY = 8
 _FLAGS_AT = 7
 
@@ -42,7 +44,9 @@ class Note(NamedTuple):
 
     ``context_tokens`` is the server's count up to here, ``size`` the client-side length
     (characters or tokens), ``used_s`` seconds of the memory's clock, ``epoch`` the incarnation
-    of the home that computed it. ``check`` hashes the history where the key does not.
+    of the home that computed it. ``answer_tokens`` are those of ``context_tokens`` that it computed
+    as its last answer, at most ``MOST_ANSWER_TOKENS``. ``check`` hashes the history where the key
+    does not.
     """
 
     conversation: int
@@ -53,6 +57,7 @@ class Note(NamedTuple):
     turn: int
     epoch: int
     flags: int
+    answer_tokens: int = 0
     check: int = 0
 
 
@@ -163,7 +168,7 @@ class Memory:
 def _directory(sizes: list[int], now_s: int) -> bytes:
     """A note body whose fields hold up to four sizes; ``used_s`` and ``flags`` keep their place."""
     four = [*sizes, 0, 0, 0, 0][:4]
-    return _BODY.pack(four[0] | four[1] << 32, four[2], four[3], now_s, 0, 0, 0, _DIRECTORY, 0)
+    return _BODY.pack(four[0] | four[1] << 32, four[2], four[3], now_s, 0, 0, 0, _DIRECTORY, 0, 0)
 
 
 def _sizes_in(raw: bytes) -> tuple[int, ...]:

@@ -225,6 +225,26 @@ async def test_a_home_that_evicts_is_not_trusted_for_as_old_turns(bench_for):
     assert (lost.route, cold.route, cold.reason) == ("local", "remote", "cold")
 
 
+async def test_an_answer_that_comes_back_as_other_tokens_is_no_eviction(bench_for):
+    """What D answered is not what it reads now, but it holds the question: nothing was lost."""
+    bench = await bench_for("1P_1D", policy="local")
+    talks = {}
+    for name in ("one", "two"):
+        opening = {"role": "user", "content": f"{name} " * 400}
+        await bench.chat([opening], max_tokens=600, headers={"x_session_id": name})
+        shown = {"role": "assistant", "content": "what is left of a long answer"}
+        talks[name] = [opening, shown, {"role": "user", "content": "go on"}]
+
+    replies = [
+        await bench.chat(messages, headers={"x_session_id": name})
+        for name, messages in talks.items()
+    ]
+
+    counts = [reply.json()["usage"] for reply in replies]
+    assert all(c["prompt_tokens_details"]["cached_tokens"] >= 384 for c in counts)
+    assert [reply.route for reply in replies] == ["local", "local"]
+
+
 async def test_a_pull_reads_ds_kv_and_says_when_it_may_not(bench_for):
     """Token-id histories, unstreamed: P takes D's KV; a text history goes remote and says why."""
     bench = await bench_for("1P_1D", policy="pull")
