@@ -248,11 +248,15 @@ class _ServerConnection(asyncio.Protocol):
 
     def on_url(self, target: bytes) -> None:
         self._target += target
-        self._limit_head(len(target))
+        self._head_size += len(target)
+        if self._head_size > MAX_HEAD_BYTES:
+            self._refuse(431)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
-        self._limit_head(len(name) + len(value))
+        self._head_size += len(name) + len(value)
+        if self._head_size > MAX_HEAD_BYTES:
+            self._refuse(431)
         self._headers.append((name, value))
         if name == b"expect":
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -297,11 +301,6 @@ class _ServerConnection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._size = 0
         self._head_size = 0
-
-    def _limit_head(self, more: int) -> None:
-        self._head_size += more
-        if self._head_size > MAX_HEAD_BYTES:
-            self._refuse(431)
 
     def _refuse(self, status: int) -> None:
         """Once, and nothing of this connection is read any more."""

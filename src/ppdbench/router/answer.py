@@ -134,14 +134,15 @@ def read_whole(body: bytes) -> tuple[Answer, Counted]:
     document = _parsed(body)
     usage = document.get("usage")
     counted = read_usage(usage) if isinstance(usage, dict) else NOTHING
-    choice = next(iter(_dicts(document.get("choices"))), {})
+    choices = _dicts(document.get("choices"))
+    choice = choices[0] if choices else {}
     message = choice.get("message")
     message = message if isinstance(message, dict) else {}
     text = choice.get("text") or message.get("content") or ""
     ids = choice.get("token_ids")
     answer = Answer(
         text if isinstance(text, str) else "",
-        ",".join(tool_ids(message)),
+        ",".join(tool_ids(message)) if "tool_calls" in message else "",
         counted.output_tokens,
         tuple(ids) if isinstance(ids, list) else (),
     )

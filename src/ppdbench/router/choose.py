@@ -43,6 +43,11 @@ JUDGED_FROM_TOKENS = 256
 COUNTED_CHARACTERS = 16_384
 """Longer texts are estimated: a tokenizer takes about 9 ms for these, and all other turns wait."""
 
+_SEVERAL_FIELDS = frozenset(
+    {"n", "best_of", "use_beam_search", "echo", "prompt_logprobs", "prompt"}
+)
+"""A body without any of these, as most chats are, asks for one answer to one prompt."""
+
 LOSS_MEMORY_S = 30.0
 """A node found evicting is taken to have lost what lay unused as long, for this time."""
 
@@ -340,6 +345,8 @@ def _explicit_name(session_id: bytes | None, body: Mapping[str, Any]) -> str:
 
 def _needs_one_node(body: Mapping[str, Any]) -> bool:
     """Several prompts or answers share one hand-off, and a second read of its blocks fails."""
+    if _SEVERAL_FIELDS.isdisjoint(body):
+        return False
     for name in ("n", "best_of"):
         value = body.get(name)
         if isinstance(value, int) and value > 1:

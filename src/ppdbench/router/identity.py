@@ -22,6 +22,8 @@ from ppdbench.router.memory import ANSWERED, MOST_ANSWER_TOKENS, SEVERAL, SPLIT,
 MAX_LOOKUPS = 32
 """Histories are looked up from their end; what lies deeper than this is cold."""
 
+_SEPARATING = tuple((name, name.encode()) for name in ("model", "user", "cache_salt", "tools"))
+
 _BORDER_UNITS = 16
 _BORDER_GROWTH = 4
 """Borders of raw prompts stand 16 units apart, later 1/16 of what stands before them."""
@@ -90,9 +92,8 @@ def explicit_key(session_id: bytes | None, body: Mapping[str, Any]) -> bytes | N
     name = session_id or body.get("prompt_cache_key")
     if not name:
         return None
-    hasher = _start(body, b"explicit")
-    _add(hasher, b"name", name if isinstance(name, bytes) else _canonical(name))
-    return hasher.digest()
+    raw = name if isinstance(name, bytes) else _canonical(name)
+    return xxhash.xxh3_128_digest(_opening(body, b"explicit") + _part(b"name", raw))
 
 
 def read_history(body: Mapping[str, Any], name: bytes | None = None) -> History | None:
@@ -119,17 +120,25 @@ def _read_raw(body: Mapping[str, Any]) -> RawHistory | None:
 
 
 def _start(body: Mapping[str, Any], kind: bytes) -> xxhash.xxh3_128:
+    return xxhash.xxh3_128(_opening(body, kind))
+
+
+def _opening(body: Mapping[str, Any], kind: bytes) -> bytes:
     """What separates histories before their first word: model, user, cache salt, tools."""
-    hasher = xxhash.xxh3_128(kind)
-    for name in ("model", "user", "cache_salt", "tools"):
+    opening = kind
+    for name, label in _SEPARATING:
         if name in body:
-            _add(hasher, name.encode(), _canonical(body[name]))
-    return hasher
+            opening += _part(label, _canonical(body[name]))
+    return opening
 
 
 def _add(hasher: xxhash.xxh3_128, kind: bytes, raw: bytes) -> None:
+    hasher.update(_part(kind, raw))
+
+
+def _part(kind: bytes, raw: bytes) -> bytes:
     """Length first, so that parts cannot run into each other."""
-    hasher.update(b"%b\x1f%d\x1f%b" % (kind, len(raw), raw))
+    return b"%b\x1f%d\x1f%b" % (kind, len(raw), raw)
 
 
 def _canonical(value: object) -> bytes:
@@ -202,10 +211,16 @@ class NamedChat:
     def __init__(self, name: bytes, messages: list[Any]) -> None:
         self._name = name
         self._messages = messages
-        answers = [at for at, message in enumerate(messages) if _is_answer(message)]
-        self._last_answer = answers[-1] if answers else 0
-        self.turn = len(answers) + 1
-        self.size = sum(map(_length, messages))
+        self._own_check: int | None = None
+        self._last_answer = 0
+        self.turn = 1
+        self.size = 0
+        for at, message in enumerate(messages):
+            content = message.get("content") if isinstance(message, dict) else message
+            self.size += len(content) if isinstance(content, str) else len(_canonical(content))
+            if _is_answer(message):
+                self._last_answer = at
+                self.turn += 1
 
     def find(self, memory: Memory) -> Found | None:
         note = memory.get(self._name)
@@ -213,19 +228,24 @@ class NamedChat:
             return None
         if note.check == self._check(self._last_answer):
             return Found(note, Place.CONTINUES)
-        repeats = note.check == self._check(len(self._messages))
+        repeats = note.check == self._whole_check()
         return Found(note, Place.REPEATS if repeats else Place.DIFFERS)
 
     def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
-        check = self._check(len(self._messages))
+        check = self._whole_check()
         memory.put(self._name, _behind(note, self.size + _size(answer), answer, check))
 
     def texts_behind(self, note: Note) -> list[str]:
         return _texts_behind(self._messages, note)
 
+    def _whole_check(self) -> int:
+        if self._own_check is None:
+            self._own_check = self._check(len(self._messages))
+        return self._own_check
+
     def _check(self, count: int) -> int:
         """Of the first ``count`` messages, by the last of them."""
-        _, raw = _role_and_content(self._messages[count - 1])
+        raw = _content(self._messages[count - 1])
         return xxhash.xxh3_64_intdigest(raw, count) & 0xFFFFFFFF
 
 
@@ -245,11 +265,6 @@ def _text(message: object) -> str:
 
 def _is_answer(message: object) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant"
-
-
-def _length(message: object) -> int:
-    content = message.get("content") if isinstance(message, dict) else message
-    return len(content) if isinstance(content, str) else len(_canonical(content))
 
 
 def _size(answer: Answer | None) -> int:
@@ -316,15 +331,24 @@ def _read_chat(body: Mapping[str, Any], messages: list[Any]) -> ChatHistory:
     return ChatHistory(hasher, marks, messages, size)
 
 
+def _content(message: object) -> bytes:
+    """As in :func:`_role_and_content`, with no more than a look at a plain question."""
+    if isinstance(message, dict) and message.get("role") == "user":
+        content = message.get("content")
+        if isinstance(content, str):
+            return content.encode("utf-8", "replace")
+    return _role_and_content(message)[1]
+
+
 def _role_and_content(message: object) -> tuple[bytes, bytes]:
     """Of anything that stands in ``messages``; what is no message is the engine's to refuse."""
     if not isinstance(message, dict):
         return b"", _canonical(message)
-    content = _canonical(message.get("content"))
-    if message.get("role") == "assistant":
+    content, role = _canonical(message.get("content")), message.get("role")
+    if role == "assistant":
         text = content.decode("utf-8", "replace")
         return b"assistant", _answer_bytes(text, _tool_ids(message))
-    return _canonical(message.get("role")), content
+    return _canonical(role), content
 
 
 class RawHistory:

@@ -45,7 +45,7 @@ class Metrics:
         self.board = board
         self.in_flight = board.tally("in_flight")
         self._routes = {
-            (route.value, reason): board.tally(f"route:{route}:{reason}")
+            f"{route}:{reason}": board.tally(f"route:{route}:{reason}")
             for route in Route
             for reason in REASONS
         }
@@ -54,8 +54,11 @@ class Metrics:
 
     def route(self, route: Route, reason: str) -> Tally:
         """The count of turns that went this way; of a reason's words the first one counts."""
-        word = reason.partition(",")[0]
-        return self._routes[route.value, word if word in REASONS else "other"]
+        tally = self._routes.get(f"{route}:{reason}")
+        if tally is None:
+            word = reason.partition(",")[0]
+            tally = self._routes[f"{route}:{word if word in REASONS else 'other'}"]
+        return tally
 
     def outcome(self, outcome: str) -> None:
         self._outcomes[outcome].add()

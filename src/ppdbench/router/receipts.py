@@ -10,7 +10,7 @@ from typing import IO, Any, NamedTuple
 
 import orjson
 
-from ppdbench.core.decision import Decision
+from ppdbench.core.decision import Decision, Features
 from ppdbench.router.answer import Counted
 from ppdbench.router.choose import Plan
 
@@ -20,26 +20,58 @@ _HEAD = struct.Struct("<dI")
 
 
 class Receipt(NamedTuple):
-    """Why a turn went where it went, and what came of it."""
+    """Why a turn went where it went, and what came of it.
 
-    plan: Plan
+    Hundreds are kept, so none holds on to its turn's messages.
+    """
+
+    conversation: int
+    features: Features
+    decision: Decision
+    node: str
+    prefill_node: str | None
+    shadow: Decision | None
     outcome: str
     ttft_s: float | None
     tpot_s: float | None
     counted: Counted
     at_s: float
 
+    @classmethod
+    def of(  # noqa: PLR0913, PLR0917  (what came of a plan)
+        cls,
+        plan: Plan,
+        outcome: str,
+        ttft_s: float | None,
+        tpot_s: float | None,
+        counted: Counted,
+        at_s: float,
+    ) -> Receipt:
+        prefill = plan.prefill
+        return cls(
+            plan.speaker.conversation,
+            plan.features,
+            plan.decision,
+            plan.home.name,
+            None if prefill is None else prefill.name,
+            plan.shadow,
+            outcome,
+            ttft_s,
+            tpot_s,
+            counted,
+            at_s,
+        )
+
     def document(self) -> dict[str, Any]:
         """Counts, names and times, never a prompt's or an answer's text."""
-        plan, counted = self.plan, self.counted
-        features, decision = plan.features, plan.decision
+        features, decision, counted = self.features, self.decision, self.counted
         return {
-            "conversation": f"{plan.speaker.conversation:016x}",
+            "conversation": f"{self.conversation:016x}",
             "turn": features.turn,
             "route": decision.route.value,
             "reason": decision.reason,
-            "node": plan.home.name,
-            "prefill_node": None if plan.prefill is None else plan.prefill.name,
+            "node": self.node,
+            "prefill_node": self.prefill_node,
             "cell": decision.cell,
             "score": decision.score,
             "context_tokens": features.context_tokens,
@@ -53,7 +85,7 @@ class Receipt(NamedTuple):
             "counted_prompt_tokens": counted.prompt_tokens,
             "counted_output_tokens": counted.output_tokens,
             "cached_tokens": counted.cached_tokens,
-            **_shadow(plan.shadow),
+            **_shadow(self.shadow),
         }
 
 
@@ -72,7 +104,7 @@ def _shadow(decision: Decision | None) -> dict[str, Any]:
 class Receipts:
     """A ring of :data:`SLOTS` receipts per worker; only its own worker writes it.
 
-    ``record`` only keeps a receipt; :meth:`flush`, a few times a second, writes those that would
+    ``record`` only keeps a receipt; :meth:`share`, a few times a second, writes those that would
     still be in the ring. With a log each one is written at once. One too long for its slot is
     left out of the ring, not cut.
     """
@@ -99,8 +131,12 @@ class Receipts:
         if self._log is not None:
             self._log.write(self._rendered(receipt) + b"\n")
 
-    def flush(self) -> None:
-        """Show the other workers what is kept."""
+    def share(self) -> None:
+        """Show the other workers what is kept; alone, nobody sees it before :meth:`latest`."""
+        if self._workers > 1:
+            self._flush()
+
+    def _flush(self) -> None:
         while self._pending:
             receipt = self._pending.popleft()
             self._write(self._rendered(receipt), receipt.at_s)
@@ -117,7 +153,7 @@ class Receipts:
 
     def latest(self, limit: int) -> list[dict[str, Any]]:
         """The newest first. A slot that is being written is left out."""
-        self.flush()
+        self._flush()
         found = []
         for at in range(self._workers * SLOTS):
             start = self._offset + at * SLOT_BYTES

@@ -196,8 +196,10 @@ class TurnInFlight:
         return plan
 
     def _forced_route(self) -> Route | None:
+        if not self._services.config.allow_override:
+            return None
         wish = self._incoming.get(OVERRIDE_HEADER)
-        if wish is None or not self._services.config.allow_override:
+        if wish is None:
             return None
         try:
             return Route(wish.decode("latin-1"))
@@ -445,7 +447,7 @@ class TurnInFlight:
             self._feed_drift(plan, leg, ttft_s)
         counted = NOTHING if leg is None else leg.counted
         services.receipts.record(
-            Receipt(plan, self.outcome, ttft_s, tpot_s, counted, self._incoming.received_at_s)
+            Receipt.of(plan, self.outcome, ttft_s, tpot_s, counted, self._incoming.received_at_s)
         )
 
     def _feed_drift(self, plan: Plan, leg: AnswerLeg, ttft_s: float) -> None:

@@ -25,14 +25,14 @@ _NOT_SENT_ON = _HOP_BY_HOP | {b"host", b"expect", b"accept-encoding", b"http2-se
 
 def request_lines(headers: Headers, *, keep_authorization: bool) -> bytes:
     """A client's headers as lines for a node. Keys that open the router do not travel on."""
-    kept = b""
+    kept: list[bytes] = []
     for name, value in headers:
         if name in _NOT_SENT_ON:
             if name == b"connection" and value.lower() not in _PLAIN_CONNECTION:
                 return request_lines(_less_named(headers), keep_authorization=keep_authorization)
         elif name[:6] != b"x-ppd-" and (keep_authorization or name != b"authorization"):
-            kept += b"%b: %b\r\n" % (name, value)
-    return kept
+            kept += (name, b": ", value, b"\r\n")
+    return b"".join(kept)
 
 
 def response_lines(head: Head) -> bytes:
@@ -79,8 +79,10 @@ def spliced(raw: bytes, body: Mapping[str, Any], extra: Mapping[str, Any]) -> by
 
 def receipt_lines(decision: Decision, node: str) -> bytes:
     """What the client may know about why its turn went where it went, as header lines."""
-    lines = f"x-ppd-route: {decision.route.value}\r\nx-ppd-node: {node}\r\n"
-    lines += f"x-ppd-reason: {decision.reason}\r\n"
+    lines = (
+        f"x-ppd-route: {decision.route}\r\nx-ppd-node: {node}\r\n"
+        f"x-ppd-reason: {decision.reason}\r\n"
+    )
     if decision.cell is not None:
         lines += f"x-ppd-cell: {decision.cell}\r\n"
     if decision.score is not None:

@@ -136,7 +136,7 @@ class Router:
         """End turns whose phase takes too long."""
         while True:
             await asyncio.sleep(SWEEP_EVERY_S)
-            self.services.receipts.flush()
+            self.services.receipts.share()
             now_s = time.monotonic()
             for turn in [turn for turn in self.services.turns if turn.overdue(now_s)]:
                 turn.give_up()

@@ -123,9 +123,14 @@ class Lookup:
         return best
 
     def _outside(self, values: tuple[float, float, float, float]) -> Decision:
-        pairs = zip(values, self._axes, strict=True)
-        clamped = [log2(min(max(v, axis.low), axis.high)) for v, axis in pairs]
-        cell = self._nearest(*clamped)
+        a0, a1, a2, a3 = self._axes
+        v0, v1, v2, v3 = values
+        cell = self._nearest(
+            log2(a0.low if v0 < a0.low else min(v0, a0.high)),
+            log2(a1.low if v1 < a1.low else min(v1, a1.high)),
+            log2(a2.low if v2 < a2.low else min(v2, a2.high)),
+            log2(a3.low if v3 < a3.low else min(v3, a3.high)),
+        )
         if self._limit < inf and self._distance(values, cell) > self._limit:
             return self._far
         return self._decisions[cell][1]
