@@ -318,6 +318,38 @@ async def test_nonsense_from_a_client_is_400():
     assert text.startswith(b"HTTP/1.1 400 ")
 
 
+@pytest.mark.parametrize("apart", [False, True])
+async def test_an_offer_of_http2_is_passed_over(apart):
+    """Java makes one with its first request, body included; the answer is plain HTTP/1.1."""
+    head = (
+        b"POST /a?b HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\n"
+        b"upgrade: h2c\r\nhttp2-settings: AAMAAABk\r\ncontent-length: 4\r\n\r\n"
+    )
+    plain = b"POST /c HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nhi"
+    async with Server(echo) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        for piece in (head, b"body", plain) if apart else (head + b"body" + plain,):
+            writer.write(piece)
+            await asyncio.sleep(0.02)
+        first = await reader.readuntil(b"body")
+        second = await reader.readuntil(b"hi")
+        writer.close()
+
+    assert first.startswith(b"HTTP/1.1 200 OK\r\nx-target: /a?b\r\n")
+    assert second.startswith(b"HTTP/1.1 200 OK\r\nx-target: /c\r\n")
+
+
+async def test_a_tunnel_is_refused():
+    """CONNECT asks for another protocol altogether."""
+    async with Server(echo) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"CONNECT a:1 HTTP/1.1\r\nhost: a:1\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+
+    assert answer.startswith(b"HTTP/1.1 501 ")
+
+
 async def test_a_taken_port_is_one_sentence():
     """It names the port and what to do."""
     async with Server(echo) as server:

@@ -25,6 +25,7 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_PIPELINED = 32
 """Requests that may wait on one connection before its bytes are left in the kernel."""
 
+_OF_AN_UPGRADE = frozenset({b"upgrade", b"connection", b"http2-settings"})
 _LAST_CHUNK = b"0\r\n\r\n"
 
 
@@ -236,8 +237,8 @@ class _ServerConnection(asyncio.Protocol):
         self._at_s = time.monotonic()
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._refuse(501)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._go_on_in_http1(data[upgrade.args[0] :])
         except httptools.HttpParserCallbackError as error:
             self.abort()
             raise (error.__context__ or error) from None
@@ -269,7 +270,7 @@ class _ServerConnection(asyncio.Protocol):
             self._body.append(data)
 
     def on_message_complete(self) -> None:
-        if self._refused:
+        if self._refused or self._parser.should_upgrade():
             return
         incoming = Incoming(
             self._parser.get_method().decode(),
@@ -290,6 +291,21 @@ class _ServerConnection(asyncio.Protocol):
             self._waiting.append((incoming, responder))
             if len(self._waiting) == MAX_PIPELINED and self._transport is not None:
                 self._transport.pause_reading()
+
+    def _go_on_in_http1(self, rest: bytes) -> None:
+        """Read the request again as if it asked for no other protocol; ``rest`` is its body.
+
+        Some clients (Java's) offer HTTP/2 with every first request and expect to be ignored.
+        """
+        method, target = self._parser.get_method(), self._target
+        if method == b"CONNECT":
+            self._refuse(501)
+            return
+        kept = [pair for pair in self._headers if pair[0] not in _OF_AN_UPGRADE]
+        self._parser = httptools.HttpRequestParser(self)
+        self._reset()
+        lines = b"".join(b"%b: %b\r\n" % pair for pair in kept)
+        self.data_received(b"%b %b HTTP/1.1\r\n%b\r\n%b" % (method, target, lines, rest))
 
     def _handle(self, incoming: Incoming, responder: Responder) -> None:
         self._responder = responder

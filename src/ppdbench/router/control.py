@@ -14,6 +14,9 @@ from aiohttp import web
 
 from ppdbench.http.server import Incoming, Responder
 
+SHUTDOWN_S = 1.0
+"""A router that closes has drained before."""
+
 
 class ReplayTransport(asyncio.Transport):
     """Takes what aiohttp writes and gives it to the client; closing it ends the answer."""
@@ -57,7 +60,14 @@ class ControlPath:
     """An aiohttp application behind :meth:`handle`."""
 
     def __init__(self, application: web.Application) -> None:
-        self._runner = web.AppRunner(application, access_log=None, keepalive_timeout=0.0)
+        self._runner = web.AppRunner(
+            application,
+            access_log=None,
+            keepalive_timeout=0.0,
+            auto_decompress=False,  # what passes to a node passes as it is
+            handler_cancellation=True,  # a client that leaves ends what runs for it
+            shutdown_timeout=SHUTDOWN_S,
+        )
         self._make: Callable[[], asyncio.Protocol] | None = None
 
     async def start(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator
 from importlib.resources import files
 from typing import Any
 
@@ -13,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 
 from ppdbench.core.decision import Route
 from ppdbench.http.errors import HttpError
-from ppdbench.http.messages import Headers, Request, Response
+from ppdbench.http.messages import Head, Headers, Request, Response
 from ppdbench.router.choose import Chooser
 from ppdbench.router.metrics import HISTOGRAMS, OUTCOMES, PLAIN, REASONS, SECONDS
 from ppdbench.router.nodes import Upstream, Upstreams
@@ -21,6 +22,9 @@ from ppdbench.router.turns import Services
 from ppdbench.router.wire import error_body, request_lines, response_lines
 
 DECISIONS_SHOWN = 100
+NODES_OWN = ("/tokenize", "/detokenize", "/version")
+"""What clients of vLLM ask for outside ``/v1``."""
+
 GAUGES = frozenset({"in_flight", "drift_alarm"})
 
 
@@ -38,6 +42,7 @@ def make_application(services: Services, upstreams: Upstreams) -> web.Applicatio
             web.get("/ppd/state", pages.state),
             web.get("/ui", pages.page),
             web.route("*", "/v1/{rest:.*}", pages.pass_through),
+            *(web.route("*", path, pages.pass_through) for path in NODES_OWN),
         ]
     )
     return application
@@ -75,7 +80,7 @@ class Pages:
         """From the first node that answers, so also with one down."""
         for node in sorted(self._upstreams.all, key=lambda node: not node.alive):
             try:
-                answer = await self._ask(node, request, b"")
+                answer = await self._ask(node, request)
             except HttpError:
                 continue
             if answer.ok:
@@ -113,32 +118,94 @@ class Pages:
             }
         )
 
-    async def pass_through(self, request: web.Request) -> web.Response:
+    async def pass_through(self, request: web.Request) -> web.StreamResponse:
         """What is no turn goes, unchanged, to a node that can do everything alone."""
         alone = [node for node in self._upstreams.homes if node.alive]
         if not alone:
             return _error(501, f"{request.path} needs a living R, D or pD node", "NotImplemented")
         alone.sort(key=lambda node: (not node.role.needs_prefill_node, node.running.total()))
+        relay = Relay()
+        asked = self._request(alone[0], request, await request.read())
+        exchange = alone[0].pool.start(alone[0].origin, asked, relay)
         try:
-            return _passed_on(await self._ask(alone[0], request, await request.read()))
+            async with asyncio.timeout(self._services.config.timeouts.first_byte_s):
+                head = await relay.head
+            return await _relayed(request, head, relay)
+        except TimeoutError:
+            return _error(504, f"{alone[0].name} gave no answer in time", "TimeoutError")
         except HttpError as error:
             return _error(502, f"{alone[0].name}: {error}", "BadGatewayError")
+        finally:
+            exchange.cancel()
 
-    async def _ask(self, node: Upstream, request: web.Request, body: bytes) -> Response:
-        raw = tuple((name.lower(), value) for name, value in request.raw_headers)
-        keep = not self._services.config.client_keys
-        headers = _pairs(request_lines(raw, keep_authorization=keep))
+    async def _ask(self, node: Upstream, request: web.Request) -> Response:
+        """Always a GET, also for a HEAD, which vLLM refuses."""
         return await node.pool.fetch(
             node.origin,
-            Request(request.method, request.raw_path, node.authorization_pair + headers, body),
+            self._request(node, request.clone(method="GET"), b""),
             timeout_s=self._services.config.timeouts.first_byte_s,
         )
 
+    def _request(self, node: Upstream, request: web.Request, body: bytes) -> Request:
+        raw = tuple((name.lower(), value) for name, value in request.raw_headers)
+        keep = not self._services.config.client_keys
+        headers = _pairs(request_lines(raw, keep_authorization=keep))
+        return Request(request.method, request.raw_path, node.authorization_pair + headers, body)
+
+
+class Relay:
+    """A node's answer as it comes: ``head``, then its pieces by ``async for``."""
+
+    def __init__(self) -> None:
+        self.head: asyncio.Future[Head] = asyncio.get_running_loop().create_future()
+        self._pieces: asyncio.Queue[bytes | HttpError] = asyncio.Queue()
+
+    def on_head(self, head: Head, at_s: float) -> None:  # noqa: ARG002
+        if not self.head.done():
+            self.head.set_result(head)
+
+    def on_body(self, data: bytes, at_s: float) -> None:  # noqa: ARG002
+        self._pieces.put_nowait(data)
+
+    def on_end(self, at_s: float) -> None:  # noqa: ARG002
+        self._pieces.put_nowait(b"")
+
+    def on_failure(self, error: HttpError, at_s: float) -> None:  # noqa: ARG002
+        self._pieces.put_nowait(error)
+        if not self.head.done():
+            self.head.set_exception(error)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while piece := await self._pieces.get():
+            if isinstance(piece, HttpError):
+                raise piece
+            yield piece
+
+
+async def _relayed(request: web.Request, head: Head, relay: Relay) -> web.StreamResponse:
+    """Piece by piece, so that a stream stays one; one that breaks off ends without its end."""
+    if request.method == "HEAD":
+        return web.Response(status=head.status, headers=_headers(head))
+    answer = web.StreamResponse(status=head.status, headers=_headers(head))
+    await answer.prepare(request)
+    try:
+        async for piece in relay:
+            await answer.write(piece)
+    except HttpError:
+        assert request.transport is not None
+        request.transport.abort()
+    else:
+        await answer.write_eof()
+    return answer
+
 
 def _passed_on(answer: Response) -> web.Response:
-    pairs = _pairs(response_lines(answer.head))
-    headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in pairs]
-    return web.Response(status=answer.head.status, body=answer.body, headers=headers)
+    return web.Response(status=answer.head.status, body=answer.body, headers=_headers(answer.head))
+
+
+def _headers(head: Head) -> list[tuple[str, str]]:
+    pairs = _pairs(response_lines(head))
+    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in pairs]
 
 
 def _pairs(lines: bytes) -> Headers:

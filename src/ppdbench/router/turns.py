@@ -151,7 +151,7 @@ class TurnInFlight:
             self._body = parse_body(self._incoming.body)
             self._plan = self._make_plan()
         except BadRequestError as error:
-            self._refuse(400, str(error), "BadRequestError", "bad_request")
+            self._refuse_body(str(error))
         except NoNodeError as error:
             self._refuse(503, str(error), "ServiceUnavailableError", "no_node")
         else:
@@ -387,6 +387,14 @@ class TurnInFlight:
             if self._prefilled is not None:
                 self._release(self._current.home)
             self._refuse(status, message, kind, outcome)
+
+    def _refuse_body(self, message: str) -> None:
+        encoding = self._incoming.get(b"content-encoding")
+        if encoding is None:
+            self._refuse(400, message, "BadRequestError", "bad_request")
+        else:
+            message = f"the body is encoded as {encoding.decode('latin-1')}; send it plain"
+            self._refuse(415, message, "UnsupportedMediaTypeError", "bad_request")
 
     def _refuse(self, status: int, message: str, kind: str, outcome: str) -> None:
         headers = JSON if status < 500 else RETRY_SOON

@@ -298,6 +298,116 @@ async def test_unknown_paths_under_v1_pass_to_a_node_or_say_so(bench_for):
     assert reply.json() == {"detail": "Not Found"}
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/version", "/v1/responses"])
+async def test_what_only_a_node_can_answer_passes_to_one(bench_for, path):
+    """Query, body, status and headers, unchanged; compressed requests too."""
+    bench = await bench_for("1P_1D")
+    route(bench, path, lambda incoming, reply: reply.send(203, incoming.body, ((b"x-a", b"b"),)))
+
+    answer = await bench.pool.fetch(
+        bench.origin,
+        Request("POST", f"{path}?a=b", ((b"content-encoding", b"gzip"),), b"\x1f\x8bany"),
+        timeout_s=5,
+    )
+
+    assert (answer.head.status, answer.body) == (203, b"\x1f\x8bany")
+    assert answer.head.get(b"x-a") == b"b"
+
+
+async def test_a_stream_that_is_no_turn_stays_a_stream(bench_for):
+    """The first event is there before the node has written the second."""
+    bench = await bench_for("1P_1D")
+    opened = []
+
+    def answer(_, responder):
+        responder.start(200, ((b"content-type", b"text/event-stream"),))
+        responder.write(b"data: 1\n\n")
+        opened.append(responder)
+
+    route(bench, "/v1/responses", answer)
+    reader, writer = await ask_raw(bench, b"/v1/responses")
+
+    first = await asyncio.wait_for(reader.readuntil(b"data: 1\n\n"), 5)
+    opened[0].write(b"data: 2\n\n")
+    opened[0].end()
+    rest = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+
+    assert b"text/event-stream" in first
+    assert b"data: 2\n\n" in rest
+    assert rest.endswith(b"0\r\n\r\n")
+
+
+async def test_a_stream_that_is_no_turn_breaks_off_where_its_node_does(bench_for):
+    """No end is made up, and a client that leaves is a node's client that leaves."""
+    bench = await bench_for("1P_1D")
+    opened = []
+
+    def answer(_, responder):
+        responder.start(200)
+        responder.write(b"some")
+        opened.append(responder)
+
+    route(bench, "/v1/responses", answer)
+    reader, writer = await ask_raw(bench, b"/v1/responses")
+    await asyncio.wait_for(reader.readuntil(b"some"), 5)
+    opened[0].abort()
+    rest = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    reader, writer = await ask_raw(bench, b"/v1/responses")
+    await asyncio.wait_for(reader.readuntil(b"some"), 5)
+    writer.close()
+
+    assert not rest.endswith(b"0\r\n\r\n")
+    await until(lambda: opened[1].gone)
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/embeddings", b"405"), ("/v1/models", b"200")])
+async def test_a_head_request_waits_for_no_body(bench_for, path, status):
+    """A node's answer to one has a length and no body; its models are asked for by GET."""
+    bench = await bench_for("1P_1D")
+    models = bench.engines["d0"]._shell._models
+
+    def answer(incoming, responder):
+        if incoming.method == "GET":
+            models(incoming, responder)
+        else:
+            responder.pass_on(b"HTTP/1.1 405 Method Not Allowed\r\ncontent-length: 31\r\n\r\n")
+
+    route(bench, path, answer)
+    reader, writer = await asyncio.open_connection(bench.origin.host, bench.origin.port)
+    writer.write(b"HEAD %b HTTP/1.1\r\nhost: x\r\n\r\n" % path.encode())
+    head = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+
+    assert head.startswith(b"HTTP/1.1 " + status)
+    assert head.endswith(b"\r\n\r\n")
+
+
+def route(bench, path, answer):
+    for engine in bench.engines.values():
+        engine._shell._routes[path] = answer
+
+
+async def ask_raw(bench, path):
+    reader, writer = await asyncio.open_connection(bench.origin.host, bench.origin.port)
+    writer.write(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}" % path)
+    return reader, writer
+
+
+async def test_a_compressed_turn_is_told_to_come_plain(bench_for):
+    """No engine reads one either; the client learns what to change."""
+    bench = await bench_for("1P_1D")
+    headers = ((b"content-encoding", b"gzip"),)
+
+    answer = await bench.pool.fetch(
+        bench.origin, Request("POST", "/v1/completions", headers, b"\x1f\x8bany"), timeout_s=5
+    )
+
+    assert answer.head.status == 415
+    assert b"encoded as gzip; send it plain" in answer.body
+
+
 async def test_a_clients_own_hand_off_parameters_never_reach_a_node(bench_for):
     """A client could otherwise make a node read from any host."""
     seen = []
