@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 BLOCKS_LIMIT = 262_144
-"""Remembered per node, at most about 25 MB; an 8B model's cache on one GPU has fewer of 16 tokens.
+"""Remembered per node, at most 27 MiB; an 8B model's cache on one GPU has fewer of 16 tokens.
 
 A block that is no longer remembered counts as stored when the newest forgotten one was.
 """
