@@ -1,8 +1,9 @@
 """A Llama small enough for one core, made on first use and never downloaded.
 
-Speed depends on shapes, not on weights, so the weights are vLLM's seeded dummy ones
-(``--load-format dummy``) and equal on every node. Its text is noise: send token ids where token
-identity matters.
+Speed depends on shapes, not on weights, so ``ppd`` starts it with vLLM's seeded dummy ones, which
+are equal on every node. They are so small that every prompt gets the same answer: answers tell
+something of the KV only when the folder itself is served, whose random weights are of a trained
+model's size. Its text is noise: send token ids where token identity matters.
 """
 
 from __future__ import annotations
@@ -12,14 +13,19 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ppdbench.cluster.folders import cache_folder
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 NAME = "tiny-llama"
 VOCABULARY = 4096
 MAX_CONTEXT_TOKENS = 16384
-_RECIPE = "1"
+_RECIPE = "2"
+_SEED = 2601
 
 _BEGIN, _END = "<|begin|>", "<|end|>"
 
@@ -86,6 +92,7 @@ def _write(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(_CONFIG, indent=1))
     (folder / "tokenizer_config.json").write_text(json.dumps(_TOKENIZER_CONFIG, indent=1))
     _train_tokenizer(folder / "tokenizer.json")
+    _write_weights(folder / "model.safetensors")
 
 
 def _train_tokenizer(path: Path) -> None:
@@ -110,3 +117,52 @@ def _local_text() -> Iterator[str]:
 
     for name in sorted(topics):
         yield topics[name]
+
+
+def _write_weights(path: Path) -> None:
+    """In the safetensors format: the header's length, the header, then all numbers as bfloat16."""
+    weights = {name: _as_bfloat16(values) for name, values in _random_weights()}
+    header: dict[str, Any] = {}
+    at = 0
+    for name, raw in weights.items():
+        header[name] = {"dtype": "BF16", "shape": raw.shape, "data_offsets": [at, at + raw.nbytes]}
+        at += raw.nbytes
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.writelines(raw.tobytes() for raw in weights.values())
+
+
+def _as_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The upper half of each number, which is what bfloat16 keeps."""
+    import numpy as np
+
+    return (values.view(np.uint32) >> 16).astype("<u2")
+
+
+def _random_weights() -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Each layer adds about as much as it gets; queries and keys pick out a few tokens."""
+    import numpy as np
+
+    picks = np.random.default_rng(_SEED)
+
+    def matrix(rows: int, columns: int, gain: float = 1.0) -> NDArray[np.float32]:
+        return picks.standard_normal((rows, columns), np.float32) * np.float32(gain / columns**0.5)
+
+    wide, inner = _CONFIG["hidden_size"], _CONFIG["intermediate_size"]
+    narrow = wide * _CONFIG["num_key_value_heads"] // _CONFIG["num_attention_heads"]
+    ones = np.ones(wide, np.float32)
+    yield "model.embed_tokens.weight", matrix(VOCABULARY, wide, wide**0.5)
+    for layer in range(_CONFIG["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        yield f"{at}.input_layernorm.weight", ones
+        yield f"{at}.self_attn.q_proj.weight", matrix(wide, wide, 1.5)
+        yield f"{at}.self_attn.k_proj.weight", matrix(narrow, wide, 1.5)
+        yield f"{at}.self_attn.v_proj.weight", matrix(narrow, wide, 1.5)
+        yield f"{at}.self_attn.o_proj.weight", matrix(wide, wide, 1.5)
+        yield f"{at}.post_attention_layernorm.weight", ones
+        yield f"{at}.mlp.gate_proj.weight", matrix(inner, wide)
+        yield f"{at}.mlp.up_proj.weight", matrix(inner, wide)
+        yield f"{at}.mlp.down_proj.weight", matrix(wide, inner)
+    yield "model.norm.weight", ones
+    yield "lm_head.weight", matrix(VOCABULARY, wide)
