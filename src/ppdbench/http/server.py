@@ -111,8 +111,8 @@ class Responder:
 
     def write(self, data: bytes) -> None:
         """One chunk; its bytes go to the kernel now."""
-        if data:
-            self._write(self._framed(data))
+        if data and not self.gone and not self.finished:
+            self._connection.write(self._framed(data))
 
     def end(self, data: bytes = b"") -> None:
         """Nothing follows after the chunk ``data``."""

@@ -20,6 +20,9 @@ _TEXT = {
 _TOKEN = re.compile(
     rb'"(?:content|text|reasoning_content|reasoning|arguments)":\s*"[^"]|"tool_calls":\s*\[\s*\{'
 )
+_PARSED = re.compile(rb'"(?:tool_calls|token_ids)"')
+"""Only events with these need to be understood to know the answer."""
+
 _USAGE = b'"usage"'
 _BATCH_BYTES = 16_384
 
@@ -53,12 +56,17 @@ def is_usage_alone(event: bytes) -> bool:
     return document.get("choices") == [] and isinstance(document.get("usage"), dict)
 
 
+def speaks_of_usage(data: bytes) -> bool:
+    """Whether counts may be in whole events; sought from the end, where they stand."""
+    return data.rfind(_USAGE) >= 0
+
+
 def without_usage(data: bytes) -> bytes:
     """Whole events less the one that only a request with ``include_usage`` gets.
 
     Only events that speak of a usage are looked at: all the others are tokens.
     """
-    separator = b"\r\n\r\n" if b"\r\n\r\n" in data else b"\n\n"
+    separator = b"\r\n\r\n" if b"\r" in data and b"\r\n\r\n" in data else b"\n\n"
     kept, done = [], 0
     at = data.find(_USAGE)
     while at >= 0:
@@ -106,7 +114,7 @@ class StreamReader:
         self._raw.clear()
         self._raw_bytes = 0
         self._text += _TEXT[self._field].findall(data)
-        if b'"tool_calls"' in data or b'"token_ids"' in data:
+        if _PARSED.search(data):
             for event in events(data):
                 self._take(_parsed(event))
         at = data.rfind(b'"usage":')

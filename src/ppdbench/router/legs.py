@@ -15,6 +15,7 @@ from ppdbench.router.answer import (
     StreamReader,
     carries_token,
     read_whole,
+    speaks_of_usage,
     without_usage,
 )
 from ppdbench.router.identity import Answer
@@ -62,7 +63,15 @@ class WholeLeg:
 
 
 class AnswerOwner(Protocol):
-    """Hears once how an answer ended."""
+    """Hears once how an answer ended.
+
+    ``known`` comes before the last bytes go out: the next turn may be there, at another worker, as
+    soon as the client has them.
+    """
+
+    def known(self) -> None:
+        """It is all here, and will now reach the client whole."""
+        ...
 
     def answered(self) -> None:
         """It reached the client whole."""
@@ -165,7 +174,13 @@ class AnswerLeg:
         else:
             self._responder.abort()
 
-    def _pass_on(self, data: bytes, at_s: float, *, last: bool = False) -> None:
+    def _pass_on(self, data: bytes, at_s: float) -> None:
+        self._take(data, at_s)
+        self._send(data)
+        if self._responder.congested and self.exchange is not None:
+            self.exchange.pause()
+
+    def _take(self, data: bytes, at_s: float) -> None:
         if self.first_at_s is None:
             if carries_token(data):
                 self.first_at_s = self.last_at_s = at_s
@@ -173,7 +188,9 @@ class AnswerLeg:
             self.last_at_s = at_s
         assert self._reader is not None
         self._reader.feed(data)
-        if self._strip_usage and b'"usage"' in data:
+
+    def _send(self, data: bytes, *, last: bool = False) -> None:
+        if self._strip_usage and speaks_of_usage(data):
             data = without_usage(data)
         if not self.began:
             self._begin(data, last=last)
@@ -181,8 +198,6 @@ class AnswerLeg:
             self._responder.end(data)
         else:
             self._responder.write(data)
-        if self._responder.congested and self.exchange is not None:
-            self.exchange.pause()
 
     def _begin(self, data: bytes, *, last: bool) -> None:
         assert self.head is not None
@@ -206,16 +221,19 @@ class AnswerLeg:
 
     def _end_stream(self, at_s: float) -> None:
         held, self._held = self._held, b""
-        self._pass_on(held, at_s, last=True)
+        self._take(held, at_s)
         assert self._reader is not None
         self.answer = self._reader.end()
         self.counted = self._reader.counted
+        self._owner.known()
+        self._send(held, last=True)
 
     def _send_whole(self, at_s: float) -> None:
         assert self.head is not None
         self.began = True
-        body = self.whole
-        self._responder.send(self.head.status, body, (), self._receipt + response_lines(self.head))
         self.first_at_s = self.last_at_s = at_s
+        body = self.whole
         if self.head.status == 200:
             self.answer, self.counted = read_whole(body)
+            self._owner.known()
+        self._responder.send(self.head.status, body, (), self._receipt + response_lines(self.head))

@@ -292,12 +292,10 @@ class TurnInFlight:
 
     # what the home says
 
-    def answered(self) -> None:
-        """The home's answer reached the client whole."""
+    def known(self) -> None:
+        """The home's answer is here whole: note it before the client can go on from it."""
         leg, plan = self._answer_leg, self._current
-        self._services.health.answered(plan.home, leg.at_s)
         if leg.status != 200:
-            self._finish("upstream_5xx" if leg.status >= 500 else "upstream_4xx")
             return
         now_s = leg.at_s + self._services.clock_offset_s
         chooser = self._services.chooser
@@ -305,7 +303,15 @@ class TurnInFlight:
         chooser.note(plan, leg.answer, self._prompt_tokens(leg), now_s)
         if chooser.policy.name == Route.PULL:
             self._hold(plan, leg)
-        self._finish("ok")
+
+    def answered(self) -> None:
+        """The home's answer reached the client whole."""
+        leg = self._answer_leg
+        self._services.health.answered(self._current.home, leg.at_s)
+        if leg.status == 200:
+            self._finish("ok")
+        else:
+            self._finish("upstream_5xx" if leg.status >= 500 else "upstream_4xx")
 
     def broke(self, error: HttpError) -> None:
         """The home's answer did not come, or not whole."""

@@ -10,6 +10,7 @@ import pytest
 from ppdbench.core.decision import Decision, Features, Route
 from ppdbench.core.errors import UsageError
 from ppdbench.core.topology import Role
+from ppdbench.http.server import Responder
 from ppdbench.policy.rules import decide
 from ppdbench.policy.table import load_table_policy
 from ppdbench.router.drift import MIN_TURNS, Drift
@@ -345,3 +346,18 @@ async def until(condition, limit_s: float = 60.0) -> None:
     async with asyncio.timeout(limit_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_is_noted_before_its_client_can_go_on(bench_for, monkeypatch, stream):
+    """Else the next turn could meet, at another worker, a conversation that nobody knows."""
+    told = []
+    bench = await bench_for()
+    chooser = bench.router.services.chooser
+    note, finish = chooser.note, Responder._finish
+
+    monkeypatch.setattr(chooser, "note", lambda *a: (told.append("noted"), note(*a)))
+    monkeypatch.setattr(Responder, "_finish", lambda self: (told.append("sent"), finish(self)))
+    await bench.chat(USER, stream=stream)
+
+    assert told[-2:] == ["noted", "sent"]
