@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 
-from ppdbench.experiments.fidelity import Guess, predict, usable
+from ppdbench.experiments.fidelity import Guess, simulate, usable
 from ppdbench.experiments.fidelity_report import Pair, same_winner
 from ppdbench.runs.importers import vllm_ppd
 
@@ -20,7 +20,7 @@ def test_unseen_topologies_are_predicted(reference_sweep):
     """Where nothing was fitted: TPOT to 6 %, TTFT to 20 % at the median, and the same winner."""
     found = {
         (point["topology"], point["workload"], point["rate_per_s"]): Pair(
-            point, predict(point, Guess(), (1,))
+            point, simulate(point, Guess(), (1,))
         )
         for point in vllm_ppd(reference_sweep).points
         if point["topology"] in {name for twins in UNSEEN for name in twins}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from statistics import fmean
 
 import pytest
 
@@ -24,7 +25,7 @@ def point(topology: str, ttft_s: float, tpot_s: float = 0.010, n: int = 40) -> d
     turn = {
         "n": n,
         "ttft_s": {"p50": ttft_s, "mean": ttft_s * 1.1},
-        "tpot_s": {"p50": tpot_s},
+        "tpot_s": {"p50": tpot_s, "mean": tpot_s},
     }
     return {
         "topology": topology, "workload": "large_tiny", "rate_per_s": 4.0,
@@ -34,19 +35,27 @@ def point(topology: str, ttft_s: float, tpot_s: float = 0.010, n: int = 40) -> d
 
 def pair(topology: str, real_s: float, predicted_s: float, n: int = 40) -> Pair:
     there = point(topology, real_s, n=n)
-    return Pair(there, measured(there) | {("turn2plus", "ttft_s"): predicted_s})
+    return Pair(there, [measured(there) | {("turn2plus", "ttft_s"): predicted_s}])
 
 
 def test_the_emulated_client_sends_what_the_authors_sent():
-    """As many conversations as were counted, within ten seconds, in order, with scaled prompts."""
-    arrivals = authors_arrivals(point("4R", 0.06, n=37), 1.16, seed=1)
+    """As many conversations as were counted, within ten seconds, in order, with true lengths."""
+    arrivals = authors_arrivals(point("4R", 0.06, n=37), seed=1)
     times = [arrival.at_s for arrival in arrivals]
 
     assert len(arrivals) == 37
     assert times == sorted(times)
     assert 0 <= times[0] <= times[-1] < 10
-    assert [t.new_tokens for t in arrivals[0].conversation.turns] == [1188, 19]
-    assert authors_arrivals(point("4R", 0.06, n=37), 1.16, seed=1) == arrivals
+    assert [t.new_tokens for t in arrivals[0].conversation.turns] == [1228, 28]
+    assert authors_arrivals(point("4R", 0.06, n=37), seed=1) == arrivals
+
+
+def test_their_client_stops_when_its_conversations_are_used_up():
+    """It sends ten times the rate at most: a point that has them all ended before ten seconds."""
+    ends_s = [authors_arrivals(point("4R", 0.06, n=40), seed)[-1].at_s for seed in range(1, 41)]
+
+    assert max(ends_s) < 10
+    assert fmean(ends_s) < 9.2
 
 
 def test_their_proxy_loses_the_share_of_identities_that_its_code_implies():
@@ -60,7 +69,7 @@ def test_their_placement_follows_the_hash_not_the_load():
     """Homes are drawn, so counts differ by chance; ours would differ by at most one."""
     from ppdbench.experiments.fidelity import AuthorsPlay
 
-    arrivals = authors_arrivals(point("4R", 0.06, n=200), 1.0, seed=2)
+    arrivals = authors_arrivals(point("4R", 0.06, n=200), seed=2)
     outcome = run_simulated_point(
         Topology.parse("4R"),
         AuthorsPolicy(),
@@ -82,7 +91,7 @@ def test_no_more_than_fifty_requests_are_ever_open():
     records = run_simulated_point(
         Topology.parse("4R"),
         AuthorsPolicy(),
-        authors_arrivals(point("4R", 0.06, n=200), 1.0, seed=2),
+        authors_arrivals(point("4R", 0.06, n=200), seed=2),
         20,
         Guess().config(),
         2,
@@ -126,7 +135,7 @@ def test_the_report_names_its_parameters_and_counts_its_comparisons():
     document = report([*pairs, *others()], left_out=3, guess=Guess(), seeds=1)
     tally = document["winners"]["core"]["ttft_s"]
 
-    assert document["fitted_parameters"] == len(PARAMETERS) == 12
+    assert document["fitted_parameters"] == len(PARAMETERS) == 13
     assert tally["all"] == {"same": 1, "of": 1, "share": 1.0}
     assert tally["with_30_turns"]["of"] == 0
     assert "| 2P_2D (fitted) | 1 |" in as_markdown(document)

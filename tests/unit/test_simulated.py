@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 
 import pytest
 
@@ -14,7 +14,8 @@ from ppdbench.core.topology import Topology
 from ppdbench.load.simulated import run_simulated_point
 from ppdbench.policy.parse import parse_policy
 from ppdbench.runs.points import PointOutcome
-from ppdbench.sim.config import SimConfig
+from ppdbench.runs.records import TurnRecord
+from ppdbench.sim.config import SimConfig, Straggler
 
 ARRIVALS = [
     Arrival(0.4 * i, Conversation(f"c{i}", (Turn(1024, 128), Turn(64, 64), Turn(64, 32))))
@@ -70,6 +71,23 @@ def test_a_lost_reply_is_computed_again():
     lost = [r for r in run("1P_2D", "local", retokenisation_loss=1.0).records if r.turn == 2]
 
     assert all(r.recomputed_tokens >= 128 - 16 for r in lost)
+
+
+def test_a_straggler_is_slow_alone():
+    """The turns of the named node take longer, no others; a name that is not there does nothing."""
+    plain, slow = (
+        run("2R", "roles", straggler=straggler).records
+        for straggler in (None, Straggler("r1", 3.0))
+    )
+    elsewhere = run("2R", "roles", straggler=Straggler("d7", 3.0)).records
+
+    assert [r for r in slow if r.node == "r0"] == [r for r in plain if r.node == "r0"]
+    assert mean_ttft_s(slow, "r1") > 1.3 * mean_ttft_s(plain, "r1")
+    assert elsewhere == plain
+
+
+def mean_ttft_s(records: list[TurnRecord], node: str) -> float:
+    return fmean(r.ttft_s for r in records if r.node == node)
 
 
 def test_local_beats_remote_on_ttft_when_the_cluster_is_idle():

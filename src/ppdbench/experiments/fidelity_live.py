@@ -15,7 +15,7 @@ import numpy as np
 
 from ppdbench.core.errors import NothingUsableError
 from ppdbench.core.statistics import QUANTILE_NAMES, row_quantiles
-from ppdbench.experiments.fidelity_report import REAL_DIFFERENCE
+from ppdbench.experiments.fidelity_floor import REAL_DIFFERENCE
 from ppdbench.runs.contests import category
 from ppdbench.runs.points import PointKey
 from ppdbench.runs.records import TurnRecord

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ppdbench.core.topology import NAMED_TOPOLOGIES
-from ppdbench.experiments.fidelity import FITTED_ON, PARAMETERS, Guess, Medians, measured
+from ppdbench.experiments.fidelity import FITTED_ON, PARAMETERS, Guess, Medians, mean_of, measured
+from ppdbench.experiments.fidelity_floor import (
+    REAL_DIFFERENCE,
+    agreement_under_turn1_noise,
+    error_floor,
+    self_agreement,
+    turn1_differences,
+)
 
 LATER = "turn2plus"
 METRICS = ("ttft_s", "tpot_s")
@@ -22,20 +30,27 @@ PAIRS = {
     ),
 }
 """Remote and local twins of the authors' sweep."""
-REAL_DIFFERENCE = 0.05
 MANY_TURNS = 30
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pair:
-    """One point: what was measured and what was predicted."""
+    """One point: what was measured, and what was simulated with each seed."""
 
     point: Mapping[str, Any]
-    predicted: Medians
+    runs: Sequence[Medians]
 
-    @property
+    @cached_property
+    def predicted(self) -> Medians:
+        return mean_of(self.runs)
+
+    @cached_property
     def measured(self) -> Medians:
         return measured(self.point)
+
+    def without(self, seed: int) -> Medians:
+        """What the other runs than number ``seed`` predict."""
+        return mean_of([run for i, run in enumerate(self.runs) if i != seed])
 
     def error(self, metric: str) -> float:
         """Relative, of the median over later turns."""
@@ -63,14 +78,18 @@ def report(
         "topologies": {name: errors(found) for name, found in by_topology.items()},
         "fourteen_not_fitted": errors(new),
         "winners": {
-            name: {metric: winners(pairs, twins, metric) for metric in METRICS}
-            for name, twins in PAIRS.items()
+            name: {metric: winners(twins_of(pairs, names), metric) for metric in METRICS}
+            for name, names in PAIRS.items()
+        },
+        "turn1_of_twins": {
+            name: {metric: turn1_differences(twins_of(pairs, names), metric) for metric in METRICS}
+            for name, names in PAIRS.items()
         },
     }
 
 
 def errors(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Median and p90 of the absolute error, and the median signed error, by metric."""
+    """Median and p90 of the absolute error, the median signed error, and the floor, by metric."""
     document: dict[str, Any] = {"points": len(pairs)}
     for metric in METRICS:
         signed = np.array([pair.error(metric) for pair in pairs])
@@ -78,34 +97,48 @@ def errors(pairs: Sequence[Pair]) -> dict[str, Any]:
             "median": round(float(np.median(np.abs(signed))), 4),
             "p90": round(float(np.percentile(np.abs(signed), 90)), 4),
             "bias": round(float(np.median(signed)), 4),
+            "floor": error_floor(pairs, (LATER, metric)),
         }
     return document
 
 
-def winners(pairs: Sequence[Pair], twins: Sequence[tuple[str, str]], metric: str) -> dict[str, Any]:
+def twins_of(pairs: Sequence[Pair], names: Sequence[tuple[str, str]]) -> list[tuple[Pair, Pair]]:
+    """The remote and the local point of each workload and rate that has both."""
+    found = {_place(pair): pair for pair in pairs}
+    return [
+        (pair, found[local, workload, rate])
+        for remote, local in names
+        for (topology, workload, rate), pair in found.items()
+        if topology == remote and (local, workload, rate) in found
+    ]
+
+
+def winners(twins: Sequence[tuple[Pair, Pair]], metric: str) -> dict[str, Any]:
     """Comparisons that differ by more than 5 % on the real cluster, and how many agree.
 
     ``with_30_turns`` counts those whose both points have at least thirty later turns: below that
-    a difference of 5 % between two medians is often chance.
+    a difference of 5 % between two medians is often chance. The two ceilings say how many would
+    agree if the simulator were the cluster.
     """
-    found = {_place(pair): pair for pair in pairs}
     tallies = {"all": [0, 0], "with_30_turns": [0, 0]}
     for remote, local in twins:
-        for (topology, workload, rate), pair in found.items():
-            other = found.get((local, workload, rate))
-            if topology != remote or other is None:
-                continue
-            verdict = same_winner(pair, other, metric)
-            if verdict is None:
-                continue
-            many = min(pair.point[LATER]["n"], other.point[LATER]["n"]) >= MANY_TURNS
-            for name in ("all", "with_30_turns") if many else ("all",):
-                tallies[name][0] += verdict
-                tallies[name][1] += 1
-    return {
+        verdict = same_winner(remote, local, metric)
+        if verdict is None:
+            continue
+        many = min(remote.point[LATER]["n"], local.point[LATER]["n"]) >= MANY_TURNS
+        for name in ("all", "with_30_turns") if many else ("all",):
+            tallies[name][0] += verdict
+            tallies[name][1] += 1
+    found = {
         name: {"same": same, "of": of, "share": round(same / of, 4) if of else None}
         for name, (same, of) in tallies.items()
     }
+    key = LATER, metric
+    ceilings = {
+        "ceiling_of_seeds": self_agreement(twins, key),
+        "ceiling_of_turn1_noise": agreement_under_turn1_noise(twins, key),
+    }
+    return found | ceilings
 
 
 def same_winner(remote: Pair, local: Pair, metric: str) -> bool | None:
@@ -119,32 +152,51 @@ def same_winner(remote: Pair, local: Pair, metric: str) -> bool | None:
 
 
 def as_markdown(document: Mapping[str, Any]) -> str:
-    """The table of the report."""
-    lines = [
-        "| topology | points | Turn-2 TTFT p50, median / p90 error | bias | TPOT p50 | bias |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    """The tables of the report."""
+    errors_of = ("Turn-2 TTFT p50, median / p90 error", "TPOT p50")
+    lines = _head("topology", "points", *(t for e in errors_of for t in (e, "floor", "bias")))
     rows = dict(document["topologies"]) | {
         "**the fourteen not fitted**": document["fourteen_not_fitted"]
     }
     for name, row in rows.items():
         fitted = " (fitted)" if name in document["fitted_on"] else ""
         cells = [
-            f"{m['median']:.1%} / {m['p90']:.1%} | {m['bias']:+.1%}"
+            f"{_errors(m)} | {_errors(m['floor'])} | {m['bias']:+.1%}"
             for m in (row["ttft_s"], row["tpot_s"])
         ]
         lines.append(f"| {name}{fitted} | {row['points']} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *_winner_lines(document)]) + "\n"
+    return "\n".join([*lines, "", *_winner_lines(document), "", *_turn1_lines(document)]) + "\n"
+
+
+def _head(*titles: str) -> list[str]:
+    return [f"| {' | '.join(titles)} |", f"|{' --- |' * len(titles)}"]
+
+
+def _errors(row: Mapping[str, float] | None) -> str:
+    return "–" if row is None else f"{row['median']:.1%} / {row['p90']:.1%}"
 
 
 def _winner_lines(document: Mapping[str, Any]) -> list[str]:
-    lines = [
-        "| where they really differ by > 5 % | same winner | both with ≥ 30 later turns |",
-        "| --- | --- | --- |",
-    ]
+    lines = _head(
+        "where they really differ by > 5 %", "same winner", "both with ≥ 30 later turns",
+        "between two seeds", "under Turn-1 noise",
+    )  # fmt: skip
     for group, metrics in document["winners"].items():
         for metric, tally in metrics.items():
-            cells = [_share(tally["all"]), _share(tally["with_30_turns"])]
+            noise = tally["ceiling_of_turn1_noise"]
+            cells = [
+                *(_share(tally[name]) for name in ("all", "with_30_turns", "ceiling_of_seeds")),
+                "–" if noise is None else f"{noise:.1%}",
+            ]
+            lines.append(f"| {metric[:4].upper()}, {group} pairs | {' | '.join(cells)} |")
+    return lines
+
+
+def _turn1_lines(document: Mapping[str, Any]) -> list[str]:
+    lines = _head("Turn 1 of twins differs by > 5 %", "really", "between two seeds")
+    for group, metrics in document["turn1_of_twins"].items():
+        for metric, tally in metrics.items():
+            cells = [f"{tally[name]} of {tally['pairs']}" for name in ("real", "simulated")]
             lines.append(f"| {metric[:4].upper()}, {group} pairs | {' | '.join(cells)} |")
     return lines
 

@@ -81,7 +81,7 @@ class SimCluster:
             spec.name: Node(
                 spec.name,
                 kernel,
-                costs,
+                self._costs_of(spec.name, costs),
                 PrefixCache(capacity.blocks, config.block_tokens, enabled=config.prefix_caching),
                 overheads=config.overheads,
                 max_batched_tokens=config.max_batched_tokens,
@@ -98,6 +98,12 @@ class SimCluster:
         self._bytes_per_s = LINKS[config.link]
         self._sends_until = dict.fromkeys(self.nodes, 0.0)
         self._receives_until = dict.fromkeys(self.nodes, 0.0)
+
+    def _costs_of(self, node: str, costs: CostTables) -> CostTables:
+        straggler = self.config.straggler
+        if straggler is None or straggler.node != node:
+            return costs
+        return costs.slowed(straggler.slowdown)
 
     def submit(self, request: Request) -> None:
         """Start a request now. One that can never run ends at once with ``error``."""

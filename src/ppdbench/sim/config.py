@@ -18,10 +18,10 @@ class Overheads:
     ``open_request_s`` for each request then open in the cluster: one proxy process serves them all.
     """
 
-    step_s: float = 1.5e-3
-    sequence_s: float = 0.0383e-3
+    step_s: float = 1.33e-3
+    sequence_s: float = 0.0468e-3
     sequence_cap_s: float | None = 10e-3
-    request_s: float = 20e-3
+    request_s: float = 16.9e-3
     open_request_s: float = 0.0
 
     def host_s(self, sequences: int) -> float:
@@ -57,8 +57,8 @@ class Connector:
 CONNECTORS = {
     "nixl": Connector("nixl", 10e-3, 1e-3, 0.0, synchronous=False, can_pull=True),
     "p2p_nccl": Connector(
-        "p2p_nccl", 49.5e-3, 0.0, 1.92e-6, synchronous=True, can_pull=False,
-        send_s=6.26e-3, send_token_s=4.64e-6, receive_token_s=0.928e-6,
+        "p2p_nccl", 22.6e-3, 0.0, 2.08e-6, synchronous=True, can_pull=False,
+        send_s=27.5e-3, send_token_s=3.8e-6, receive_s=4.5e-3, receive_token_s=1.13e-6,
     ),
 }  # fmt: skip
 """``p2p_nccl`` is fitted to the PPD authors' sweep (its link is in ``token_s``: use link ``free``
@@ -69,8 +69,19 @@ LINKS = {"nvlink": 200e9, "ib_ndr": 50e9, "ib_hdr": 25e9, "eth_100g": 10e9, "fre
 
 
 @dataclass(frozen=True, slots=True)
+class Straggler:
+    """One node that computes ``slowdown`` times slower; reading weights keeps its speed.
+
+    A topology without a node of that name has no straggler.
+    """
+
+    node: str
+    slowdown: float
+
+
+@dataclass(frozen=True, slots=True)
 class SimConfig:
-    """One kind of node, used for every node of the topology.
+    """One kind of node, used for every node of the topology, but for a ``straggler``.
 
     ``costs`` names the source: ``measured``, ``roofline`` or the path of a calibration file.
     ``compute_factor`` stretches compute-bound work (prompts) against the source.
@@ -86,7 +97,7 @@ class SimConfig:
     gpu: str = "h100_sxm"
     model: str = "meta-llama/Meta-Llama-3.1-8B"
     costs: str = "measured"
-    compute_factor: float = 1.57
+    compute_factor: float = 1.47
     connector: str = "nixl"
     connector_profile: Connector | None = None
     link: str = "nvlink"
@@ -99,6 +110,7 @@ class SimConfig:
     prefix_caching: bool = True
     retokenisation_loss: float = 0.0
     token_times: bool = False
+    straggler: Straggler | None = None
 
     def __post_init__(self) -> None:
         _known("connector", self.connector, CONNECTORS)
@@ -123,6 +135,8 @@ class SimConfig:
         made["overheads"] = Overheads(**values.get("overheads", {}))
         if values.get("connector_profile") is not None:
             made["connector_profile"] = Connector(**values["connector_profile"])
+        if values.get("straggler") is not None:
+            made["straggler"] = Straggler(**values["straggler"])
         return cls(**made)
 
 

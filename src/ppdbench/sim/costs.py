@@ -58,6 +58,7 @@ class CostTables:
         self._prefill = [list(row) for row in prefill_attention_s]
         self._rows: dict[int, list[float]] = {}
         self._seen: dict[tuple[int, int], float] = {}
+        self._slowed: dict[float, CostTables] = {}
 
     def dense_s(self, tokens: int) -> float:
         """Everything but attention, for ``tokens`` ≥ 1 tokens in one step."""
@@ -82,23 +83,32 @@ class CostTables:
             seconds = self._seen[new, prefix] = self._bilinear(new, prefix)
         return seconds
 
-    def stretched(self, factor: float) -> CostTables:
+    def stretched(self, factor: float, decode_factor: float = 1.0) -> CostTables:
         """The same with compute-bound work slower by ``factor``.
 
         That is what dense layers take beyond one token's time, which is reading the weights, and
-        the attention of prompts.
+        the attention of prompts. Attention of decoding sequences is slower by ``decode_factor``.
         """
         one = self._dense[1]
         return CostTables(
             dense_s=[0.0, *(one + (seconds - one) * factor for seconds in self._dense[1:])],
             batches=self._batches,
             contexts=self._contexts,
-            decode_attention_s=self._decode,
+            decode_attention_s=[[s * decode_factor for s in row] for row in self._decode],
             chunks=self._chunks,
             prefixes=self._prefixes,
             prefill_attention_s=[[s * factor for s in row] for row in self._prefill],
             source=self.source,
         )
+
+    def slowed(self, factor: float) -> CostTables:
+        """The same with everything but the reading of weights slower by ``factor``.
+
+        It is kept: each of many points asks for it again.
+        """
+        if factor not in self._slowed:
+            self._slowed[factor] = self.stretched(factor, factor)
+        return self._slowed[factor]
 
     def _row(self, batch: int) -> list[float]:
         left, share = _cell(self._batches, batch)
