@@ -10,6 +10,7 @@ import pytest
 
 from ppdbench.core.conversation import Arrival, Conversation, Turn
 from ppdbench.core.decision import Route
+from ppdbench.core.errors import UsageError
 from ppdbench.core.topology import Topology
 from ppdbench.load.simulated import run_simulated_point
 from ppdbench.policy.parse import parse_policy
@@ -97,9 +98,18 @@ def test_local_beats_remote_on_ttft_when_the_cluster_is_idle():
 
 def test_a_configuration_is_its_dictionary():
     """Manifests keep the dictionary, and it gives the configuration back."""
-    config = SimConfig(connector="p2p_nccl", retokenisation_loss=0.25)
+    config = SimConfig(
+        connector="p2p_nccl", retokenisation_loss=0.25, straggler=Straggler("r0", 2.4)
+    )
 
     assert SimConfig.from_dict(config.as_dict()) == config
+
+
+@pytest.mark.parametrize("straggler", ["r0", {"node": "r0"}, {"node": "r0", "slowdown": 0}])
+def test_a_straggler_needs_a_name_and_a_slowdown(straggler):
+    """As a grid file's ``[settings]`` may give it; the message shows the right form."""
+    with pytest.raises(UsageError, match=r"straggler.* as .*2\.4"):
+        SimConfig.from_dict({"straggler": straggler})
 
 
 def test_token_times_agree_with_the_record():

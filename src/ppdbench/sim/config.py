@@ -73,10 +73,26 @@ class Straggler:
     """One node that computes ``slowdown`` times slower; reading weights keeps its speed.
 
     A topology without a node of that name has no straggler.
+
+    Raises:
+        UsageError: ``slowdown`` is not a positive number.
     """
 
     node: str
     slowdown: float
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.slowdown, int | float) and self.slowdown > 0):
+            raise UsageError(f"straggler slowdown {self.slowdown!r}: take a number above 0, as 2.4")
+
+    @classmethod
+    def from_dict(cls, values: object) -> Straggler:
+        """Raises UsageError for anything but a name and a slowdown."""
+        if not isinstance(values, dict) or values.keys() != {"node", "slowdown"}:
+            raise UsageError(
+                f'straggler {values!r}: give both of its values, as {{node = "r0", slowdown = 2.4}}'
+            )
+        return cls(values["node"], values["slowdown"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +152,7 @@ class SimConfig:
         if values.get("connector_profile") is not None:
             made["connector_profile"] = Connector(**values["connector_profile"])
         if values.get("straggler") is not None:
-            made["straggler"] = Straggler(**values["straggler"])
+            made["straggler"] = Straggler.from_dict(values["straggler"])
         return cls(**made)
 
 
