@@ -94,7 +94,12 @@ def test_a_pull_spares_p_the_answer_and_gives_equal_tokens(one_p_one_d, prober, 
 
 
 def test_every_route_passes_preflight_and_canaries(one_p_one_d):
-    """A cluster that is sound has nothing to report."""
+    """A cluster that is sound has nothing to report, and answers from which wrong KV would show."""
     preflight(one_p_one_d.spec, one_p_one_d.facts.model)
+    said = []
 
-    assert check_canaries(one_p_one_d.spec, one_p_one_d.facts.model, pull=True) == []
+    assert (
+        check_canaries(one_p_one_d.spec, one_p_one_d.facts.model, pull=True, notice=said.append)
+        == []
+    )
+    assert said == []

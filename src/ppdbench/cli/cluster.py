@@ -244,7 +244,7 @@ def _check_with(*, pull: bool) -> Callable[[LaunchedCluster], None]:
     from ppdbench.core.errors import EngineError
 
     def check(cluster: LaunchedCluster) -> None:
-        problems = check_canaries(cluster.spec, cluster.facts.model, pull=pull)
+        problems = check_canaries(cluster.spec, cluster.facts.model, pull=pull, notice=say)
         if problems:
             raise EngineError("; ".join(problems))
         say(f"canaries agree over {len(paths_of(cluster.spec, pull=pull))} paths")

@@ -26,6 +26,7 @@ _PREFLIGHT_WITHIN_S = 180.0
 _RETRY_S = 0.25
 _TOKEN_RANGE = (10, 1000)
 """Ids that every real vocabulary has as ordinary tokens."""
+BLIND = "every prompt got the same answer, so wrong KV would not show; are these dummy weights?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,17 +159,19 @@ def paths_of(cluster: ClusterSpec, *, pull: bool) -> list[Path]:
     return paths
 
 
-def check_canaries(
+def check_canaries(  # noqa: PLR0913  (what is checked, and who is told)
     cluster: ClusterSpec,
     model: str,
     *,
     pull: bool = False,
     only: int | None = None,
     plan: CanaryPlan | None = None,
+    notice: Callable[[str], None] = lambda _: None,
 ) -> list[str]:
     """What is wrong with the cluster, path by path; empty when every route computes the same.
 
-    ``only`` checks a single path, number ``only`` modulo their count.
+    ``only`` checks a single path, number ``only`` modulo their count. ``notice`` is told where the
+    comparison cannot fail.
 
     Raises:
         EngineError: a node does not answer at all.
@@ -176,16 +179,25 @@ def check_canaries(
     prober = Prober(model, seed=random.SystemRandom().randrange(2**32))
     paths = paths_of(cluster, pull=pull)
     chosen = paths if only is None else [paths[only % len(paths)]]
-    return [
+    answers: list[tuple[int, ...]] = []
+    problems = [
         problem
         for path in chosen
-        for problem in _check_path(prober, path, cluster, plan or CanaryPlan())
+        for problem in _check_path(prober, path, cluster, plan or CanaryPlan(), answers)
     ]
+    if len(answers) > 1 and len(set(answers)) == 1:
+        notice(BLIND)
+    return problems
 
 
 def _check_path(
-    prober: Prober, path: Path, cluster: ClusterSpec, plan: CanaryPlan
+    prober: Prober,
+    path: Path,
+    cluster: ClusterSpec,
+    plan: CanaryPlan,
+    answers: list[tuple[int, ...]],
 ) -> Iterator[str]:
+    """``answers`` gets those to the different prompts that were sent."""
     first = _first_turn(prober, path, cluster, plan)
     prompt = (*first.prompt_ids, *first.output_ids, *prober.tokens(plan.new_tokens))
     refusal = nixl.pull_refusal(first.held, prompt) if path.route is Route.PULL else None
@@ -195,6 +207,7 @@ def _check_path(
     pull_from = first.held if path.route is Route.PULL else None
     warm = prober.ask(path, prompt, plan.output_tokens, pull_from=pull_from)
     alone = prober.ask(Path(Route.LOCAL, path.node), prompt, plan.output_tokens, cold=True)
+    answers += (first.output_ids, alone.output_ids)
     yield from differences(path, warm.output_ids, alone.output_ids, plan.agree_tokens)
 
 

@@ -324,7 +324,7 @@ def _engine_options(
         tensor_parallel=options.tensor_parallel,
         dtype=options.dtype,
         connector=options.connector,
-        dummy_weights=tiny or options.dummy_weights,
+        dummy_weights=options.dummy_weights,
         max_model_len=options.max_model_len or (TINY_MAX_MODEL_LEN if tiny else None),
         cpu_kv_cache_gib=options.cpu_kv_cache_gib,
         pull=options.pull,

@@ -1,9 +1,8 @@
 """A Llama small enough for one core, made on first use and never downloaded.
 
-Speed depends on shapes, not on weights, so ``ppd`` starts it with vLLM's seeded dummy ones, which
-are equal on every node. They are so small that every prompt gets the same answer: answers tell
-something of the KV only when the folder itself is served, whose random weights are of a trained
-model's size. Its text is noise: send token ids where token identity matters.
+Its random weights are of a trained model's size, so that each prompt has an answer of its own and
+wrong KV shows in the tokens. vLLM's dummy weights are so small that every prompt gets the same
+answer. The text is noise: send token ids where token identity matters.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Launching:
             connector=options.connector,
             block_size=block_tokens(options),
             flags={
-                "dummy_weights": options.dummy_weights or options.model is None,
+                "dummy_weights": options.dummy_weights,
                 "engine_args": list(options.engine_args),
                 "max_model_len": options.max_model_len,
                 "pull": options.pull,

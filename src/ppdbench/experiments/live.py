@@ -142,7 +142,11 @@ class _OnCluster:
         if not self._backend.options.canaries:
             return
         found = check_canaries(
-            self._cluster.spec, self._cluster.facts.model, pull=self._pulls, only=only
+            self._cluster.spec,
+            self._cluster.facts.model,
+            pull=self._pulls,
+            only=only,
+            notice=lambda said: self._backend.say(f"canary: {said}"),
         )
         self._wrong_answers += found
         for problem in found:

@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from ppdbench.cluster.canary import Path, check_canaries, differences, paths_of, preflight
+from ppdbench.cluster.canary import BLIND, Path, check_canaries, differences, paths_of, preflight
 from ppdbench.cluster.contract import Node
 from ppdbench.cluster.link import SlowLink, measure_link
 from ppdbench.core.decision import Route
 from ppdbench.core.errors import EngineError, UsageError
 from ppdbench.core.topology import Role
-from ppdbench.testing import FakeEngine, Fault, FaultKind, ScriptedCluster, Service, every
+from ppdbench.testing import FakeEngine, Fault, FaultKind, ScriptedCluster, Service, every, tokens
 
 D = Path(Route.LOCAL, Node("d0", Role.D, "http://127.0.0.1:1"))
 
@@ -40,6 +40,19 @@ async def test_a_sound_cluster_has_nothing_to_report(topology):
     """Every route answers with the tokens of a node alone."""
     async with cluster(topology) as spec:
         assert await asyncio.to_thread(check_canaries, spec, "fake", pull=True) == []
+
+
+@pytest.mark.parametrize(("blind", "told"), [(False, []), (True, [BLIND])])
+async def test_an_engine_that_answers_every_prompt_alike_is_told(blind, told, monkeypatch):
+    """As with vLLM's dummy weights: the comparison could not fail."""
+    if blind:
+        monkeypatch.setattr(tokens, "reply_ids", lambda _, count: [7] * count)
+    said = []
+    async with cluster("1P_1D") as spec:
+        problems = await asyncio.to_thread(check_canaries, spec, "fake", notice=said.append)
+
+    assert problems == []
+    assert said == told
 
 
 @pytest.mark.parametrize(
