@@ -149,3 +149,12 @@ def test_results_that_do_not_belong_together_are_refused(other, words, document,
     """None of them is dropped in silence, and no hop of another engine enters the costs."""
     with pytest.raises(UsageError, match=words):
         calibrate_from([document, document | other], seed=0, into=tmp_path / "costs.json")
+
+
+def test_what_attached_nodes_do_not_tell_is_no_difference(document, tmp_path):
+    """Their GPU is unknown; the hand-off of launched ones knows it."""
+    hand_off = document | {"protocol": "handoff", "gpu": "cpu", "fits": {}}
+
+    found = calibrate_from([document | {"gpu": None}, hand_off], seed=0, into=tmp_path / "c.json")
+
+    assert found.document()["hop"] is None

@@ -165,7 +165,10 @@ def calibrate_from(documents: Sequence[Mapping[str, Any]], *, seed: int, into: P
 
 
 def _one_of_each(documents: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Results that describe one engine, by protocol: none is dropped in silence."""
+    """Results that describe one engine, by protocol: none is dropped in silence.
+
+    What a result does not say, as the GPU of attached nodes, contradicts nothing.
+    """
     found: dict[str, Mapping[str, Any]] = {}
     for document in documents:
         protocol = document["protocol"]
@@ -176,7 +179,7 @@ def _one_of_each(documents: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[st
             )
         found[protocol] = document
     for name in _ENGINE:
-        values = {str(document.get(name)) for document in documents}
+        values = {str(document[name]) for document in documents if document.get(name) is not None}
         if len(values) > 1:
             raise UsageError(
                 f"the results to fit differ in {name}: {' and '.join(sorted(values))}; costs are "

@@ -20,6 +20,7 @@ from ppdbench.cluster.vllm_args import Device
 from ppdbench.core.errors import UsageError
 from ppdbench.core.seeds import seed_for
 from ppdbench.core.topology import Topology
+from ppdbench.experiments.clusters import gpu_name
 from ppdbench.experiments.microbench.live import LiveEngine
 from ppdbench.experiments.microbench.simulated import SimulatedEngine
 from ppdbench.runs.manifest import EngineIdentity
@@ -136,10 +137,17 @@ def live_identity(
         engine="vllm",
         engine_version=version,
         model=model,
-        gpu="cpu" if chosen.backend == "vllm" and chosen.device == "cpu" else None,
+        gpu=_gpu(chosen),
         block_size=block_size,
         flags={"engine_args": list(chosen.engine_args)},
     )
+
+
+def _gpu(chosen: Chosen) -> str | None:
+    """Attached nodes do not tell."""
+    if chosen.backend == "attach":
+        return None
+    return "cpu" if chosen.device == "cpu" else gpu_name()
 
 
 @contextmanager
