@@ -1,4 +1,4 @@
-"""Scripts in Python find their environment by themselves, whoever's Python they are started with."""
+"""Scripts in Python find their environment by themselves, whatever Python starts them."""
 
 from __future__ import annotations
 
