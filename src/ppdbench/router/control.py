@@ -19,15 +19,29 @@ SHUTDOWN_S = 1.0
 
 
 class ReplayTransport(asyncio.Transport):
-    """Takes what aiohttp writes and gives it to the client; closing it ends the answer."""
+    """Takes what aiohttp writes and gives it to the client; closing it ends the answer.
 
-    def __init__(self, responder: Responder) -> None:
+    A client that reads slowly pauses ``protocol``.
+    """
+
+    def __init__(self, responder: Responder, protocol: asyncio.Protocol) -> None:
         super().__init__()
         self._responder = responder
+        self._protocol = protocol
         self._closed = False
+        self._paused = False
+        responder.on_writable = self._go_on
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self._responder.pass_on(bytes(data))
+        if self._responder.congested and not self._paused:
+            self._paused = True
+            self._protocol.pause_writing()
+
+    def _go_on(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._protocol.resume_writing()
 
     def is_closing(self) -> bool:
         return self._closed
@@ -81,7 +95,7 @@ class ControlPath:
         """Answer one request; its connection is closed afterwards."""
         assert self._make is not None
         protocol = self._make()
-        transport = ReplayTransport(responder)
+        transport = ReplayTransport(responder, protocol)
         responder.on_gone = lambda: protocol.connection_lost(None)
         protocol.connection_made(transport)
         protocol.data_received(_rendered(incoming))

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from ppdbench.core.decision import Route
+from ppdbench.http.client import Exchange
 from ppdbench.http.errors import HttpError
 from ppdbench.http.messages import Head, Headers, Request, Response
 from ppdbench.router.choose import Chooser
@@ -24,6 +25,9 @@ from ppdbench.router.wire import error_body, request_lines, response_lines
 DECISIONS_SHOWN = 100
 NODES_OWN = ("/tokenize", "/detokenize", "/version")
 """What clients of vLLM ask for outside ``/v1``."""
+
+PIECES_AHEAD = 16
+"""Of an answer that passes through: at most 64 KiB each or so, as the kernel gives them."""
 
 GAUGES = frozenset({"in_flight", "drift_alarm"})
 
@@ -126,7 +130,7 @@ class Pages:
         alone.sort(key=lambda node: (not node.role.needs_prefill_node, node.running.total()))
         relay = Relay()
         asked = self._request(alone[0], request, await request.read())
-        exchange = alone[0].pool.start(alone[0].origin, asked, relay)
+        exchange = relay.exchange = alone[0].pool.start(alone[0].origin, asked, relay)
         try:
             async with asyncio.timeout(self._services.config.timeouts.first_byte_s):
                 head = await relay.head
@@ -154,9 +158,13 @@ class Pages:
 
 
 class Relay:
-    """A node's answer as it comes: ``head``, then its pieces by ``async for``."""
+    """A node's answer as it comes: ``head``, then its pieces by ``async for``.
+
+    The node is not read further while ``PIECES_AHEAD`` wait: a slow client slows it down.
+    """
 
     def __init__(self) -> None:
+        self.exchange: Exchange | None = None
         self.head: asyncio.Future[Head] = asyncio.get_running_loop().create_future()
         self._pieces: asyncio.Queue[bytes | HttpError] = asyncio.Queue()
 
@@ -166,6 +174,8 @@ class Relay:
 
     def on_body(self, data: bytes, at_s: float) -> None:  # noqa: ARG002
         self._pieces.put_nowait(data)
+        if self.exchange is not None and self._pieces.qsize() >= PIECES_AHEAD:
+            self.exchange.pause()
 
     def on_end(self, at_s: float) -> None:  # noqa: ARG002
         self._pieces.put_nowait(b"")
@@ -177,6 +187,8 @@ class Relay:
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while piece := await self._pieces.get():
+            if self.exchange is not None and self._pieces.empty():
+                self.exchange.resume()
             if isinstance(piece, HttpError):
                 raise piece
             yield piece

@@ -362,6 +362,34 @@ async def test_a_stream_that_is_no_turn_breaks_off_where_its_node_does(bench_for
     await until(lambda: opened[1].gone)
 
 
+async def test_a_slow_reader_of_a_stream_that_is_no_turn_slows_the_node(bench_for):
+    """Its bytes do not pile up in the router: the node feels a full connection, then goes on."""
+    bench = await bench_for("1P_1D")
+    piece, most, written, pouring = b"x" * 65_536, 1_000, [], []
+    stopped = asyncio.Event()
+
+    async def pour(responder):
+        responder.start(200)
+        while not responder.congested and len(written) < most:
+            responder.write(piece)
+            written.append(piece)
+            await asyncio.sleep(0)
+        stopped.set()
+        while responder.congested:  # noqa: ASYNC110  (until the client reads)
+            await asyncio.sleep(0.005)
+        responder.end(b"the end")
+
+    route(bench, "/v1/responses", lambda _, reply: pouring.append(asyncio.create_task(pour(reply))))
+    reader, writer = await ask_raw(bench, b"/v1/responses")
+    await asyncio.wait_for(stopped.wait(), 20)
+    rest = await asyncio.wait_for(reader.read(), 20)
+    writer.close()
+
+    assert 1 < len(written) < most
+    assert rest.count(b"x") >= len(written) * len(piece)
+    assert b"the end" in rest
+
+
 @pytest.mark.parametrize(("path", "status"), [("/v1/embeddings", b"405"), ("/v1/models", b"200")])
 async def test_a_head_request_waits_for_no_body(bench_for, path, status):
     """A node's answer to one has a length and no body; its models are asked for by GET."""
