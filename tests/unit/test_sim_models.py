@@ -124,6 +124,41 @@ def test_a_gpu_file_without_its_numbers_is_refused(tmp_path):
         gpu(str(path))
 
 
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        (b'flops_per_s = "x"', "its flops_per_s is 'x'; expected a number above 0"),
+        (b"flops_per_s = 0", "its flops_per_s is 0; expected a number above 0"),
+        (b"flops_per_s = -1e12", "expected a number above 0"),
+        (b'name = "\xff"', "it needs flops_per_s, bytes_per_s"),
+    ],
+)
+def test_a_gpu_file_of_impossible_numbers_is_refused(line, what, tmp_path):
+    """A bandwidth below nothing would be simulated; a text would end in a traceback."""
+    path = tmp_path / "mine.toml"
+    path.write_bytes(line + b"\nbytes_per_s = 3e12\nmemory_bytes = 80e9\nreserved_bytes = 4e9\n")
+
+    with pytest.raises(UsageError, match=what):
+        gpu(str(path))
+
+
+@pytest.mark.parametrize("broken", [{"num_attention_heads": 0}, {"num_hidden_layers": "x"}])
+def test_a_local_config_of_impossible_counts_is_refused(broken, tmp_path):
+    """No heads, or a text for a number: one sentence."""
+    config = {
+        "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4,
+        "num_key_value_heads": None, "intermediate_size": 688, "vocab_size": 4096,
+        "max_position_embeddings": 16384,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert model_shape(str(tmp_path)).kv_heads == 4
+    path.write_text(json.dumps(config | broken))
+
+    with pytest.raises(UsageError, match="whole number"):
+        model_shape(str(tmp_path))
+
+
 @pytest.mark.parametrize(("name", "within"), [("h100_sxm", 0.25), ("a100_sxm", 0.30)])
 @pytest.mark.parametrize("model", ["Qwen/Qwen2.5-14B", "meta-llama/Llama-3.1-8B"])
 def test_the_roofline_is_near_what_was_measured(name, within, model):

@@ -105,6 +105,44 @@ def test_a_configuration_is_its_dictionary():
     assert SimConfig.from_dict(config.as_dict()) == config
 
 
+def test_a_connector_that_cannot_pull_makes_it_remote():
+    """As a live turn whose pull is refused: the record says what was done, and why."""
+    pulled = [r for r in run("1P_2D", "pull").records if r.turn == 2]
+    pushed = [r for r in run("1P_2D", "pull", connector="p2p_nccl").records if r.turn == 2]
+
+    assert {r.route for r in pulled} == {Route.PULL}
+    assert {(r.route, r.reason) for r in pushed} == {(Route.REMOTE, "no_pull,connector")}
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"max_batched_tokens": 0}, "max_batched_tokens is 0; expected a whole number from 1"),
+        ({"max_batched_tokens": 10**9}, "expected a whole number from 1 to 1,000,000"),
+        ({"max_sequences": 0}, "max_sequences is 0; expected a whole number from 1 on"),
+        ({"block_tokens": 16.5}, r"block_tokens is 16\.5; expected a whole number"),
+        ({"gpu_memory_utilization": 2.0}, r"is 2\.0; expected a share from 0 to 1"),
+        ({"compute_factor": -1}, "compute_factor is -1; expected a number above 0"),
+        ({"compute_factor": float("inf")}, "compute_factor is inf; expected a number above 0"),
+        ({"max_context_tokens": 0}, "max_context_tokens is 0; expected a whole number from 1 on"),
+        ({"prefix_caching": "no"}, "prefix_caching is 'no'; expected true or false"),
+        ({"retokenisation_loss": "x"}, "retokenisation_loss is 'x'; expected a share"),
+        ({"model": 5}, "model is 5; expected a text"),
+        ({"link": []}, "link is .*; expected a text"),
+        ({"overheads": {"foo": 1}}, "overheads is .*; expected a table of step_s, sequence_s"),
+        ({"overheads": "x"}, "overheads is 'x'; expected a table of step_s"),
+        ({"overheads": {"step_s": -1}}, "step_s is -1; expected a number from 0 on"),
+        ({"connector_profile": {"name": "x"}}, "connector_profile is .*; expected a table of name"),
+        ({"straggler": {"node": 3, "slowdown": 2}}, "straggler node is 3; expected a node's name"),
+        ({"straggler": {"node": "r0", "slowdown": float("inf")}}, "slowdown is inf; expected"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(settings, what):
+    """Of a grid's ``[settings]``: which one, its value, what is taken; never a traceback."""
+    with pytest.raises(UsageError, match=what):
+        SimConfig.from_dict(settings)
+
+
 @pytest.mark.parametrize("straggler", ["r0", {"node": "r0"}, {"node": "r0", "slowdown": 0}])
 def test_a_straggler_needs_a_name_and_a_slowdown(straggler):
     """As a grid file's ``[settings]`` may give it; the message shows the right form."""

@@ -122,7 +122,7 @@ def sim_config(proposed: Mapping[str, Any], asked: Mapping[str, Any]) -> SimConf
             f"it has {', '.join(sorted(known))}"
         )
     costs = settings.get("costs", "measured")
-    if costs not in BUILT_IN:
+    if isinstance(costs, str) and costs not in BUILT_IN:
         # A calibration brings its engine's overheads, block size and limits along.
         fitted = read_calibration(Path(costs)).config(Path(costs))
         settings = {**fitted.as_dict(), **settings}

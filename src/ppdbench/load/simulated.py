@@ -11,6 +11,7 @@ from math import floor, log, log1p
 from pathlib import Path
 
 from ppdbench.core.conversation import Arrival
+from ppdbench.core.decision import Route
 from ppdbench.core.seeds import unit_interval
 from ppdbench.core.topology import Topology
 from ppdbench.load.conversation import Dialogue, Play
@@ -148,6 +149,8 @@ class _Driver:
 
     def _send(self, dialogue: Dialogue) -> None:
         record = self._play.send(dialogue, self._kernel.now_s)
+        if record.route is Route.PULL and not self._cluster.config.hand_off.can_pull:
+            record.route, record.reason = Route.REMOTE, "no_pull,connector"
         name = dialogue.conversation.id
         self._out[name] = dialogue, record
         request = Request(

@@ -144,7 +144,7 @@ class SimCluster:
 
     def _compute_on_p(self, request: Request) -> None:
         assert request.prefill_node is not None
-        pull = self._connector.can_pull and request.route is Route.PULL
+        pull = request.route is Route.PULL
         sequence = Sequence(
             request.conversation,
             request.prompt_tokens,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
 
 from ppdbench.core.errors import UsageError
+from ppdbench.sim import rules
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +27,20 @@ class Overheads:
     request_s: float = 16.9e-3
     open_request_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        rules.check("overheads", self, _OVERHEAD_RULES)
+
     def host_s(self, sequences: int) -> float:
         together_s = self.sequence_s * sequences
         if self.sequence_cap_s is not None:
             together_s = min(self.sequence_cap_s, together_s)
         return self.step_s + together_s
+
+
+_OVERHEAD_RULES = {
+    **dict.fromkeys(("step_s", "sequence_s", "request_s", "open_request_s"), rules.NOT_NEGATIVE),
+    "sequence_cap_s": rules.NOT_NEGATIVE_OR_NONE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +65,19 @@ class Connector:
     receive_s: float = 0.0
     receive_token_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        rules.check("connector_profile", self, _CONNECTOR_RULES)
+
+
+_SECONDS_OF_A_HOP = (
+    "hop_s", "transfer_s", "token_s", "send_s", "send_token_s", "receive_s", "receive_token_s",
+)  # fmt: skip
+_CONNECTOR_RULES = {
+    "name": rules.TEXT,
+    **dict.fromkeys(_SECONDS_OF_A_HOP, rules.NOT_NEGATIVE),
+    **dict.fromkeys(("synchronous", "can_pull"), rules.SWITCH),
+}
+
 
 CONNECTORS = {
     "nixl": Connector("nixl", 10e-3, 1e-3, 0.0, synchronous=False, can_pull=True),
@@ -75,15 +100,14 @@ class Straggler:
     A topology without a node of that name has no straggler.
 
     Raises:
-        UsageError: ``slowdown`` is not a positive number.
+        UsageError: ``slowdown`` is not a positive number, or ``node`` no name.
     """
 
     node: str
     slowdown: float
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.slowdown, int | float) and self.slowdown > 0):
-            raise UsageError(f"straggler slowdown {self.slowdown!r}: take a number above 0, as 2.4")
+        rules.check("straggler", self, _STRAGGLER_RULES)
 
     @classmethod
     def from_dict(cls, values: object) -> Straggler:
@@ -93,6 +117,12 @@ class Straggler:
                 f'straggler {values!r}: give both of its values, as {{node = "r0", slowdown = 2.4}}'
             )
         return cls(values["node"], values["slowdown"])
+
+
+_STRAGGLER_RULES = {
+    "node": rules.Rule(rules.TEXT.takes, 'a node\'s name, as "r0"'),
+    "slowdown": rules.Rule(rules.POSITIVE.takes, "a number above 0, as 2.4"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +159,9 @@ class SimConfig:
     straggler: Straggler | None = None
 
     def __post_init__(self) -> None:
+        rules.check("setting", self, _SETTING_RULES)
         _known("connector", self.connector, CONNECTORS)
         _known("link", self.link, LINKS)
-        if not 0 <= self.retokenisation_loss <= 1:
-            raise UsageError(
-                f"retokenisation loss {self.retokenisation_loss}: a chance per token lies in [0, 1]"
-            )
 
     @property
     def hand_off(self) -> Connector:
@@ -147,13 +174,34 @@ class SimConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SimConfig:
+        """Raises UsageError for a table that lacks a value, or has one that is not known."""
         made = dict(values)
-        made["overheads"] = Overheads(**values.get("overheads", {}))
-        if values.get("connector_profile") is not None:
-            made["connector_profile"] = Connector(**values["connector_profile"])
-        if values.get("straggler") is not None:
-            made["straggler"] = Straggler.from_dict(values["straggler"])
+        made["overheads"] = _of_table(Overheads, "overheads", values.get("overheads", {}))
+        if (profile := values.get("connector_profile")) is not None:
+            made["connector_profile"] = _of_table(Connector, "connector_profile", profile)
+        if (straggler := values.get("straggler")) is not None:
+            made["straggler"] = Straggler.from_dict(straggler)
         return cls(**made)
+
+
+_SETTING_RULES = {
+    **dict.fromkeys(("gpu", "model", "costs", "connector", "link"), rules.TEXT),
+    "compute_factor": rules.POSITIVE,
+    **dict.fromkeys(("max_batched_tokens", "block_tokens"), rules.TOKENS),
+    "max_sequences": rules.COUNT,
+    "gpu_memory_utilization": rules.SHARE,
+    "max_context_tokens": rules.COUNT_OR_NONE,
+    "retokenisation_loss": rules.SHARE,
+    **dict.fromkeys(("prefix_caching", "token_times"), rules.SWITCH),
+}
+
+
+def _of_table(kind: type[T], setting: str, values: object) -> T:
+    try:
+        return kind(**values)  # type: ignore[arg-type]
+    except TypeError as error:
+        names = ", ".join(f.name for f in fields(kind))  # type: ignore[arg-type]
+        raise UsageError(f"setting {setting} is {values!r}; expected a table of {names}") from error
 
 
 def _known(what: str, name: str, table: dict[str, Any]) -> None:

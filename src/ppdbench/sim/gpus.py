@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 from ppdbench.core.errors import UsageError
+from ppdbench.sim import rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +19,17 @@ class Gpu:
     name: str
     flops_per_s: float
     bytes_per_s: float
-    memory_bytes: int
-    reserved_bytes: int
+    memory_bytes: float
+    reserved_bytes: float
+
+    def __post_init__(self) -> None:
+        rules.check(f"GPU {self.name}: its", self, _RULES)
+
+
+_RULES = {
+    **dict.fromkeys(("flops_per_s", "bytes_per_s", "memory_bytes"), rules.POSITIVE),
+    "reserved_bytes": rules.NOT_NEGATIVE,
+}
 
 
 @cache
@@ -57,5 +67,5 @@ def _from_file(path: Path) -> Gpu:
         return Gpu(name=path.stem, **tomllib.loads(path.read_text()))
     except OSError as error:
         raise UsageError(f"GPU file {path}: {error.strerror}; name a file that is there") from error
-    except (tomllib.TOMLDecodeError, TypeError) as error:
+    except (ValueError, TypeError) as error:  # of TOML, and of UTF-8
         raise UsageError(f"GPU file {path}: {error}; it needs {_FIELDS}") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ppdbench.core.errors import UsageError
+from ppdbench.sim import rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,9 @@ class ModelShape:
     experts: int = 0
     active_experts: int = 0
     bytes_per_value: int = 2
+
+    def __post_init__(self) -> None:
+        rules.check(f"{self.name}: its", self, _RULES)
 
     def as_config(self) -> dict[str, Any]:
         """The shape as a ``config.json`` that vLLM's and the cost library's readers know."""
@@ -76,6 +80,15 @@ class ModelShape:
         layer = self.attention_weights + self.ffn_weights(self.experts)
         embeddings = self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
         return self.bytes_per_value * (self.layers * layer + embeddings)
+
+
+_AT_LEAST_ONE = (
+    "layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocabulary", "context_tokens",
+)  # fmt: skip
+_RULES = {
+    **dict.fromkeys(_AT_LEAST_ONE, rules.COUNT),
+    **dict.fromkeys(("experts", "active_experts"), rules.COUNT_FROM_0),
+}
 
 
 @cache
@@ -130,7 +143,7 @@ def _from_config(name: str, config: dict[str, Any]) -> ModelShape:
             layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
             heads=heads,
-            kv_heads=config.get("num_key_value_heads", heads),
+            kv_heads=config.get("num_key_value_heads") or heads,
             head_size=config.get("head_dim") or config["hidden_size"] // heads,
             ffn=config.get("moe_intermediate_size") or config["intermediate_size"],
             vocabulary=config["vocab_size"],
@@ -143,3 +156,7 @@ def _from_config(name: str, config: dict[str, Any]) -> ModelShape:
         raise UsageError(
             f"{name}/config.json has no field {missing}; a decoder-only transformer's is needed"
         ) from None
+    except (TypeError, ZeroDivisionError) as error:
+        raise UsageError(
+            f"{name}/config.json: {error}; its counts must be whole numbers from 1 on"
+        ) from error

@@ -55,7 +55,7 @@ def capacity_for(config: SimConfig) -> Capacity:
         )
     usable = int(card.memory_bytes * config.gpu_memory_utilization)
     room = usable - shape.weight_bytes - card.reserved_bytes
-    blocks = room // (shape.kv_bytes_per_token * config.block_tokens)
+    blocks = int(room // (shape.kv_bytes_per_token * config.block_tokens))
     if blocks < 1:
         raise UsageError(
             f"{shape.name} needs {shape.weight_bytes / 2**30:.1f} GiB for weights alone and "
