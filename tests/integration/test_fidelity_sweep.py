@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -12,6 +17,7 @@ from ppdbench.runs.importers import vllm_ppd
 
 WORKLOADS = ("small_mid_bal", "large_mid_bal", "large_big_paste")
 RATES = (4, 10)
+SCRIPT = Path(__file__).parents[2] / "scripts" / "fidelity"
 UNSEEN = (("1P_3D", "1P_3pD"), ("3P_1D", "3P_1pD"))
 
 
@@ -41,3 +47,31 @@ def test_unseen_topologies_are_predicted(reference_sweep):
     assert median(abs(pair.error("ttft_s")) for pair in found.values()) < 0.20
     assert False not in verdicts
     assert True in verdicts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("--sweep", "none.tar.xz"), "none.tar.xz is not there; name the sweep's archive"),
+        (("--sweep", "cut.tar.xz"), "cut.tar.xz is damaged .*; copy it again"),
+        (("--sweep", "."), "no CONFIG/CONFIG_WORKLOAD_QPS.json in it"),
+        (("--seeds", "0"), "--seeds: invalid count value: '0'"),
+        (("-o", "text.tar.xz"), "text.tar.xz cannot be used: File exists"),
+    ],
+)
+def test_the_script_refuses_in_one_sentence(arguments, what, tmp_path):
+    """Before anything is simulated: an archive that is missing or damaged, no seed, no folder."""
+    (tmp_path / "text.tar.xz").write_text("no archive")
+    with tarfile.open(tmp_path / "cut.tar.xz", "w:xz") as archive:
+        archive.add(SCRIPT)
+    whole = (tmp_path / "cut.tar.xz").read_bytes()
+    (tmp_path / "cut.tar.xz").write_bytes(whole[: len(whole) // 2])
+
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "-o", "out", *arguments],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+
+    assert done.returncode == 2
+    assert re.search(what, done.stderr)
+    assert "Traceback" not in done.stderr

@@ -141,6 +141,15 @@ def test_the_report_names_its_parameters_and_counts_its_comparisons():
     assert "| 2P_2D (fitted) | 1 |" in as_markdown(document)
 
 
+def test_a_part_of_the_sweep_is_reported_without_the_rest():
+    """A topology that is not there has no row, and no error of nothing."""
+    document = report([pair("4R", 0.1, 0.11)], left_out=0, guess=Guess(), seeds=1)
+
+    assert list(document["topologies"]) == ["4R"]
+    assert document["fourteen_not_fitted"] is None
+    assert "fourteen" not in as_markdown(document)
+
+
 def others() -> list[Pair]:
     """One point of every topology that the report wants and the test does not."""
     from ppdbench.core.topology import NAMED_TOPOLOGIES

@@ -20,13 +20,19 @@ KEYS = [
 ]
 
 
-def pair(*runs_s: float, turn1_s: float = 1.0) -> Pair:
-    """Seeds that saw ``runs_s`` everywhere; the real Turn 1 took ``turn1_s``, the rest 1 s."""
+def pair(*runs_s: float, turn1_s=1.0, expected_turn1_s=None, rate_per_s=4.0) -> Pair:
+    """Seeds that saw ``runs_s`` everywhere; the real Turn 1 took ``turn1_s``, the rest 1 s.
+
+    With ``expected_turn1_s`` the seeds saw that in Turn 1.
+    """
     turns = {
         name: {"n": 40, "ttft_s": both(real_s), "tpot_s": both(real_s)}
         for name, real_s in (("turn1", turn1_s), ("turn2plus", 1.0))
     }
-    return Pair(turns, [dict.fromkeys(KEYS, run_s) for run_s in runs_s])
+    runs = [dict.fromkeys(KEYS, run_s) for run_s in runs_s]
+    if expected_turn1_s is not None:
+        runs = [run | {k: expected_turn1_s for k in KEYS if k[0] == "turn1"} for run in runs]
+    return Pair(turns | {"rate_per_s": rate_per_s}, runs)
 
 
 def both(value_s: float) -> dict[str, float]:
@@ -56,18 +62,54 @@ def test_seeds_that_contradict_one_another_agree_on_no_winner():
     assert self_agreement([(steady, pair(1.04, 0.96))], KEY)["of"] == 0
 
 
+def test_one_more_run_shares_no_arrivals_between_its_sides():
+    """By equal seeds local is 10 % slower each time; by unlike ones the winner is anybody's."""
+    remote, local = pair(1.0, 2.0), pair(1.1, 2.2)
+
+    assert self_agreement([(remote, local)], KEY) == {"same": 0, "of": 2, "share": 0.0}
+
+
 def test_noise_of_turn_1_turns_small_differences_round():
     """A true +2 % under noise of ±10 % is seen as −8 % half of the time; a true +50 % never."""
-    up, down = pair(1.02, turn1_s=1.1), pair(1.02, turn1_s=1 / 1.1)
     same = pair(1.0)
 
-    assert agreement_under_turn1_noise([(same, up), (same, down)], KEY) == 0.5
-    far = [(same, pair(1.5, turn1_s=1.1)), (same, pair(1.5, turn1_s=1 / 1.1))]
-    assert agreement_under_turn1_noise(far, KEY) == 1.0
+    def noisy(true, turn1_s):
+        return same, pair(true, turn1_s=turn1_s, expected_turn1_s=1.0)
+
+    assert agreement_under_turn1_noise([noisy(1.02, 1.1), noisy(1.02, 1 / 1.1)], KEY) == 0.5
+    assert agreement_under_turn1_noise([noisy(1.5, 1.1), noisy(1.5, 1 / 1.1)], KEY) == 1.0
+
+
+def test_a_difference_of_turn_1_that_the_model_expects_is_no_noise():
+    """P has more time for Turn 1 where later turns stay on D: really and expected 30 % faster."""
+    twins = [
+        (pair(1.0), pair(1.02, turn1_s=0.7, expected_turn1_s=0.7)),
+        (pair(1.0), pair(1.1, turn1_s=0.7, expected_turn1_s=0.7)),
+    ]
+
+    assert agreement_under_turn1_noise(twins, KEY) == 1.0
+    assert turn1_differences(twins, "tpot_s") == {
+        "pairs": 2, "real": 2, "expected": 2, "unexplained": 0, "unexplained_between_seeds": None,
+    }  # fmt: skip
+
+
+def test_noise_stays_with_its_rate():
+    """At a low rate a point has few turns and much noise; that says nothing about a high rate."""
+    quiet = pair(1.0, rate_per_s=20.0), pair(1.1, expected_turn1_s=1.0, rate_per_s=20.0)
+    low = pair(1.0, rate_per_s=0.5), pair(1.1, turn1_s=0.5, expected_turn1_s=1.0, rate_per_s=0.5)
+
+    assert agreement_under_turn1_noise([quiet], KEY) == 1.0
+    assert agreement_under_turn1_noise([quiet, low], KEY) == 0.5
 
 
 def test_turn_1_of_twins_is_compared_on_both_sides():
-    """One of two pairs really differs by more than 5 %, and one between two seeds."""
-    twins = [(pair(1.0, 1.0), pair(1.0, 1.2)), (pair(1.0, 1.0), pair(1.0, 1.0, turn1_s=1.1))]
+    """Two of three really differ; one as much as was expected; one seed differs from the others."""
+    twins = [
+        (pair(1.0, 1.0), pair(1.0, 1.2, turn1_s=1.1)),
+        (pair(1.0, 1.0), pair(1.0, 1.0, turn1_s=1.1)),
+        (pair(1.0, 1.0), pair(1.0, 1.0)),
+    ]
 
-    assert turn1_differences(twins, "tpot_s") == {"pairs": 2, "real": 1, "simulated": 1}
+    assert turn1_differences(twins, "tpot_s") == {
+        "pairs": 3, "real": 2, "expected": 1, "unexplained": 1, "unexplained_between_seeds": 1,
+    }  # fmt: skip

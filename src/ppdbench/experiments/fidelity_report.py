@@ -75,8 +75,8 @@ def report(
         "seeds": seeds,
         "points": len(pairs),
         "left_out_success_below_95": left_out,
-        "topologies": {name: errors(found) for name, found in by_topology.items()},
-        "fourteen_not_fitted": errors(new),
+        "topologies": {name: errors(found) for name, found in by_topology.items() if found},
+        "fourteen_not_fitted": errors(new) if new else None,
         "winners": {
             name: {metric: winners(twins_of(pairs, names), metric) for metric in METRICS}
             for name, names in PAIRS.items()
@@ -155,9 +155,9 @@ def as_markdown(document: Mapping[str, Any]) -> str:
     """The tables of the report."""
     errors_of = ("Turn-2 TTFT p50, median / p90 error", "TPOT p50")
     lines = _head("topology", "points", *(t for e in errors_of for t in (e, "floor", "bias")))
-    rows = dict(document["topologies"]) | {
-        "**the fourteen not fitted**": document["fourteen_not_fitted"]
-    }
+    rows = dict(document["topologies"])
+    if document["fourteen_not_fitted"]:
+        rows["**the fourteen not fitted**"] = document["fourteen_not_fitted"]
     for name, row in rows.items():
         fitted = " (fitted)" if name in document["fitted_on"] else ""
         cells = [
@@ -193,10 +193,17 @@ def _winner_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def _turn1_lines(document: Mapping[str, Any]) -> list[str]:
-    lines = _head("Turn 1 of twins differs by > 5 %", "really", "between two seeds")
+    lines = _head(
+        "Turn 1 of twins differs by > 5 %", "really", "as expected", "really, beyond that",
+        "between two seeds, beyond that",
+    )  # fmt: skip
+    counts = ("real", "expected", "unexplained", "unexplained_between_seeds")
     for group, metrics in document["turn1_of_twins"].items():
         for metric, tally in metrics.items():
-            cells = [f"{tally[name]} of {tally['pairs']}" for name in ("real", "simulated")]
+            cells = [
+                "–" if tally[name] is None else f"{tally[name]} of {tally['pairs']}"
+                for name in counts
+            ]
             lines.append(f"| {metric[:4].upper()}, {group} pairs | {' | '.join(cells)} |")
     return lines
 
