@@ -401,3 +401,19 @@ def _until_closed(serve):
         writer.close()
 
     return handle
+
+
+async def test_trailers_of_one_answer_are_no_headers_of_the_next(pool):
+    """They belong to whoever asked first."""
+    answers = iter([b"x-secret: 1\r\n", b""])
+
+    def serve(_, responder):
+        head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
+        responder.pass_on(head + next(answers) + b"\r\n")
+        responder.end()
+
+    async with Server(serve) as server:
+        await pool.fetch(Origin.parse(server.url), Request("GET", "/"))
+        second = await pool.fetch(Origin.parse(server.url), Request("GET", "/"))
+
+    assert second.head.get(b"x-secret") is None

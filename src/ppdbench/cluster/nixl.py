@@ -97,7 +97,7 @@ def read_prefilled(answer: object) -> Prefilled:
         )
     usage = answer.get("usage")
     usage = usage if isinstance(usage, dict) else {}
-    return Prefilled(params, usage.get("prompt_tokens"), cached_tokens(usage))
+    return Prefilled(params, count_of(usage.get("prompt_tokens")), cached_tokens(usage))
 
 
 def decode_body(body: Mapping[str, Any], prefilled: Prefilled) -> dict[str, Any]:
@@ -163,5 +163,9 @@ def pull_refusal(held: HeldKv | None, prompt_ids: Sequence[int] | None) -> str |
 def cached_tokens(usage: Mapping[str, Any]) -> int | None:
     """Prompt tokens that were not computed, as the server counted them; ``None`` if it did not."""
     details = usage.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return None if cached is None else int(cached)
+    return count_of(details.get("cached_tokens")) if isinstance(details, dict) else None
+
+
+def count_of(value: object) -> int | None:
+    """``value`` where it can be a count of tokens, whatever a server sent."""
+    return value if isinstance(value, int) and 0 <= value < 2**31 else None

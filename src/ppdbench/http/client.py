@@ -228,6 +228,7 @@ class _Connection(asyncio.Protocol):
     # httptools
 
     def on_message_begin(self) -> None:
+        self._headers = []  # trailers of the last answer are no headers of this one
         self._foul = self._foul or self._whole
 
     def on_status(self, reason: bytes) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Self, cast
+from urllib.parse import unquote
 
 import httptools
 import orjson
@@ -31,7 +32,10 @@ _LAST_CHUNK = b"0\r\n\r\n"
 
 @dataclass(slots=True)
 class Incoming:
-    """A whole request. ``target`` has its query string; header names are lower-case."""
+    """A whole request. ``target`` has its query string; header names are lower-case.
+
+    ``path`` is what a server would see: escapes are characters there.
+    """
 
     method: str
     target: str
@@ -41,7 +45,10 @@ class Incoming:
     path: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.path = self.target.partition("?")[0]
+        if self.target[:1] != "/":
+            self.target = _origin_form(self.target)
+        path = self.target.partition("?")[0]
+        self.path = unquote(path) if "%" in path else path
 
     def get(self, name: bytes) -> bytes | None:
         """The first header called ``name``, which is lower-case."""
@@ -49,6 +56,13 @@ class Incoming:
             if key == name:
                 return value
         return None
+
+
+def _origin_form(target: str) -> str:
+    """``http://host/path``, as a proxy is asked, is ``/path`` to us."""
+    _, found, rest = target.partition("://")
+    slash = rest.find("/")
+    return rest[slash:] if found and slash >= 0 else target
 
 
 class Responder:

@@ -36,6 +36,10 @@ class Placement:
         """
         homes = self._homes if usable is None else [n for n in self._homes if n.name in usable]
         home = min(homes, key=lambda node: self._placed[node.name])
+        fewest = self._placed[home.name]
+        for node in self._homes if len(homes) < len(self._homes) else ():
+            # A home that is away has no share to make up for when it comes back.
+            self._placed[node.name] = max(self._placed[node.name], fewest)
         self._placed[home.name] += 1
         return home
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import orjson
 
-from ppdbench.cluster.nixl import cached_tokens
+from ppdbench.cluster.nixl import cached_tokens, count_of
 from ppdbench.router.identity import Answer
 
 _TEXT = {
@@ -92,7 +93,7 @@ class StreamReader:
         self._raw_bytes = 0
         self._text: list[bytes] = []
         self._tools: list[str] = []
-        self._ids: list[int] = []
+        self._ids: list[Any] = []
         self.counted = NOTHING
 
     def feed(self, data: bytes) -> None:
@@ -106,7 +107,7 @@ class StreamReader:
         """What was answered; ``counted`` is filled too."""
         self._digest()
         tokens = self.counted.output_tokens
-        ids = tuple(self._ids)
+        ids = _token_ids(self._ids)
         return Answer(_unescaped(b"".join(self._text)), ",".join(self._tools), tokens, ids)
 
     def _digest(self) -> None:
@@ -147,12 +148,11 @@ def read_whole(body: bytes) -> tuple[Answer, Counted]:
     message = choice.get("message")
     message = message if isinstance(message, dict) else {}
     text = choice.get("text") or message.get("content") or ""
-    ids = choice.get("token_ids")
     answer = Answer(
         text if isinstance(text, str) else "",
         ",".join(tool_ids(message)) if "tool_calls" in message else "",
         counted.output_tokens,
-        tuple(ids) if isinstance(ids, list) else (),
+        _token_ids(choice.get("token_ids")),
     )
     return answer, counted
 
@@ -160,11 +160,7 @@ def read_whole(body: bytes) -> tuple[Answer, Counted]:
 def read_usage(usage: Mapping[str, Any]) -> Counted:
     """The ``usage`` object of an answer."""
     prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    try:
-        cached = cached_tokens(usage)
-    except (AttributeError, TypeError, ValueError):
-        cached = None
-    return Counted(_count(prompt), _count(output), cached)
+    return Counted(count_of(prompt), count_of(output), cached_tokens(usage))
 
 
 def tool_ids(message: Mapping[str, Any]) -> list[str]:
@@ -172,8 +168,12 @@ def tool_ids(message: Mapping[str, Any]) -> list[str]:
     return [str(call["id"]) for call in _dicts(message.get("tool_calls")) if call.get("id")]
 
 
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and 0 <= value < 2**31 else None
+def _token_ids(ids: object) -> tuple[int, ...]:
+    """``ids`` where they can be tokens, else none: whatever a node sent."""
+    try:
+        return tuple(array("q", ids)) if isinstance(ids, list) else ()
+    except (TypeError, OverflowError):
+        return ()
 
 
 def _dicts(value: object) -> list[dict[str, Any]]:

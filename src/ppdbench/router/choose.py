@@ -24,7 +24,7 @@ from ppdbench.router.identity import (
     explicit_key,
     read_history,
 )
-from ppdbench.router.memory import SEVERAL, SPLIT, Memory, Note
+from ppdbench.router.memory import MOST_TURN, SEVERAL, SPLIT, Memory, Note
 from ppdbench.router.nodes import Upstream, Upstreams
 
 ALONE = Decision(Route.LOCAL, "alone")
@@ -154,7 +154,7 @@ class Chooser:
         prefill = self._prefill_for(decision)
         return Plan(decision, features, speaker, home, prefill, holds_kv, shadow)
 
-    def again(self, plan: Plan, without: Collection[str]) -> Plan:
+    def again(self, plan: Plan, body: Mapping[str, Any], without: Collection[str]) -> Plan:
         """The plan after its nodes in ``without`` broke: another P, or another home and so cold.
 
         Raises:
@@ -163,9 +163,10 @@ class Chooser:
         if plan.home.name in without:
             home = self._place(without)
             decision = decide(self.policy, plan.features, home.role, holds_kv=False)
-            decision = (
-                replace(decision, reason="retry") if decision.route is COLD.route else decision
-            )
+            if _needs_one_node(body) and home.role is not Role.R:
+                decision = ALONE
+            elif decision.route is COLD.route:
+                decision = replace(decision, reason="retry")
             plan = plan._replace(home=home, decision=decision, holds_kv=False)
         return plan._replace(prefill=self._prefill_for(plan.decision, without))
 
@@ -181,7 +182,7 @@ class Chooser:
             history.size,
             int(now_s),
             home.index,
-            speaker.turn,
+            min(speaker.turn, MOST_TURN),
             home.epoch,
             0,
         )
@@ -347,10 +348,9 @@ def _needs_one_node(body: Mapping[str, Any]) -> bool:
     """Several prompts or answers share one hand-off, and a second read of its blocks fails."""
     if _SEVERAL_FIELDS.isdisjoint(body):
         return False
-    for name in ("n", "best_of"):
-        value = body.get(name)
-        if isinstance(value, int) and value > 1:
-            return True
+    # vLLM also takes 2.0 and "2"; what it refuses, the home refuses too.
+    if any(body.get(name) not in (None, 1) for name in ("n", "best_of")):
+        return True
     if body.get("use_beam_search") or body.get("echo") or body.get("prompt_logprobs") is not None:
         return True
     prompt = body.get("prompt")

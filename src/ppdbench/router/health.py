@@ -9,6 +9,7 @@ import time
 from ppdbench.http.errors import ConnectError, HttpError
 from ppdbench.http.messages import Origin, Request
 from ppdbench.router.config import HealthRule
+from ppdbench.router.memory import MOST_EPOCH
 from ppdbench.router.nodes import Upstream, Upstreams
 
 _START_TIME = re.compile(rb"^process_start_time_seconds(?:\{[^}]*\})?\s+([0-9.e+]+)", re.MULTILINE)
@@ -83,13 +84,23 @@ class Health:
 
     async def _renew(self, node: Upstream) -> None:
         """Take the process's start time for its epoch, where the node tells it."""
-        request = Request("GET", "/metrics", node.authorization_pair)
+        request = Request("GET", "", node.authorization_pair)  # the URL has the path
         try:
             answer = await node.pool.fetch(
                 Origin.parse(node.node.metrics_url), request, timeout_s=self._rule.timeout_s
             )
         except HttpError:
             return
-        match = _START_TIME.search(answer.body)
-        if match is not None:
-            node.epoch_cell.put(int(float(match[1])))
+        started_s = _start_time_in(answer.body)
+        if started_s is not None:
+            node.epoch_cell.put(started_s)
+
+
+def _start_time_in(metrics: bytes) -> int | None:
+    """Of a process; ``None`` where nothing that can be one is told."""
+    match = _START_TIME.search(metrics)
+    try:
+        started_s = 0.0 if match is None else float(match[1])
+    except ValueError:
+        return None
+    return int(started_s) if 1 <= started_s < MOST_EPOCH else None

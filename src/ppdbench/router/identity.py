@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import orjson
 import xxhash
 
+from ppdbench.router.documents import written
 from ppdbench.router.memory import ANSWERED, MOST_ANSWER_TOKENS, SEVERAL, SPLIT, Memory, Note
 
 MAX_LOOKUPS = 32
@@ -149,7 +150,7 @@ def _canonical(value: object) -> bytes:
         return b""
     if isinstance(value, list) and value and all(map(_is_text_part, value)):
         return "".join(part["text"] for part in value).encode("utf-8", "replace")
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    return written(value, orjson.OPT_SORT_KEYS)
 
 
 def _is_text_part(part: object) -> bool:

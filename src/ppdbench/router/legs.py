@@ -230,10 +230,10 @@ class AnswerLeg:
 
     def _send_whole(self, at_s: float) -> None:
         assert self.head is not None
-        self.began = True
         self.first_at_s = self.last_at_s = at_s
         body = self.whole
         if self.head.status == 200:
             self.answer, self.counted = read_whole(body)
             self._owner.known()
+        self.began = True
         self._responder.send(self.head.status, body, (), self._receipt + response_lines(self.head))

@@ -34,6 +34,8 @@ SPLIT = 4
 """… and they live on different nodes, so the note names no home."""
 
 MOST_ANSWER_TOKENS = 0xFFFF
+MOST_TURN = 0xFFFF
+MOST_EPOCH = 0xFFFFFFFF
 
 _DIRECTORY = 8
 _FLAGS_AT = 7

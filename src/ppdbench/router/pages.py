@@ -12,11 +12,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from ppdbench.cluster.nixl import PARAMS
 from ppdbench.core.decision import Route
 from ppdbench.http.client import Exchange
 from ppdbench.http.errors import HttpError
 from ppdbench.http.messages import Head, Headers, Request, Response
 from ppdbench.router.choose import Chooser
+from ppdbench.router.documents import without_field
 from ppdbench.router.metrics import HISTOGRAMS, OUTCOMES, PLAIN, REASONS, SECONDS
 from ppdbench.router.nodes import Upstream, Upstreams
 from ppdbench.router.turns import Services
@@ -123,13 +125,14 @@ class Pages:
         )
 
     async def pass_through(self, request: web.Request) -> web.StreamResponse:
-        """What is no turn goes, unchanged, to a node that can do everything alone."""
+        """What is no turn goes to a node that can do everything alone, but steers no hand-off."""
         alone = [node for node in self._upstreams.homes if node.alive]
         if not alone:
             return _error(501, f"{request.path} needs a living R, D or pD node", "NotImplemented")
         alone.sort(key=lambda node: (not node.role.needs_prefill_node, node.running.total()))
         relay = Relay()
-        asked = self._request(alone[0], request, await request.read())
+        body = without_field(await request.read(), PARAMS)
+        asked = self._request(alone[0], request, body)
         exchange = relay.exchange = alone[0].pool.start(alone[0].origin, asked, relay)
         try:
             async with asyncio.timeout(self._services.config.timeouts.first_byte_s):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections import deque
 from mmap import mmap
@@ -14,6 +15,7 @@ from ppdbench.core.decision import Decision, Features
 from ppdbench.router.answer import Counted
 from ppdbench.router.choose import Plan
 
+log = logging.getLogger("ppdbench.router")
 SLOTS = 512
 SLOT_BYTES = 1024
 _HEAD = struct.Struct("<dI")
@@ -110,7 +112,7 @@ class Receipts:
     """
 
     def __init__(
-        self, buffer: mmap, offset: int, workers: int, worker: int, log: Path | None = None
+        self, buffer: mmap, offset: int, workers: int, worker: int, path: Path | None = None
     ) -> None:
         self._buffer = buffer
         self._offset = offset
@@ -119,7 +121,8 @@ class Receipts:
         self._base = offset + worker * SLOTS * SLOT_BYTES
         self._next = 0
         self._pending: deque[Receipt] = deque(maxlen=SLOTS)
-        self._log: IO[bytes] | None = None if log is None else log.open("ab", buffering=0)
+        self._log: IO[bytes] | None = None if path is None else path.open("ab", buffering=0)
+        self._log_fails = False
 
     @staticmethod
     def bytes_for(workers: int) -> int:
@@ -129,12 +132,23 @@ class Receipts:
         """Keep a receipt."""
         self._pending.append(receipt)
         if self._log is not None:
-            self._log.write(self._rendered(receipt) + b"\n")
+            self._append(self._log, self._rendered(receipt) + b"\n")
 
     def share(self) -> None:
         """Show the other workers what is kept; alone, nobody sees it before :meth:`latest`."""
         if self._workers > 1:
             self._flush()
+
+    def _append(self, file: IO[bytes], line: bytes) -> None:
+        """A log that cannot be written, as on a full disk, stops no turn; it is said once."""
+        try:
+            file.write(line)
+        except OSError as error:
+            if not self._log_fails:
+                log.error("decisions log %s: %s; free some room", file.name, error.strerror)  # noqa: TRY400
+            self._log_fails = True
+        else:
+            self._log_fails = False
 
     def _flush(self) -> None:
         while self._pending:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
 
+import xxhash
+
 from ppdbench.cluster.contract import ClusterSpec
 from ppdbench.core.errors import UsageError
 from ppdbench.router.board import ArrivalRate, Board
@@ -16,17 +18,19 @@ from ppdbench.router.nodes import GAUGES, board_names
 from ppdbench.router.receipts import Receipts
 
 _PAGE_BYTES = 4096
+_STAMP_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each part begins. The notes come first, so that a state file holds just them."""
+    """Where each part begins."""
 
     names: tuple[str, ...]
     workers: int
     buckets: int
     board_at: int
     receipts_at: int
+    stamp_at: int
     size: int
 
     @classmethod
@@ -35,8 +39,9 @@ class Layout:
         buckets = Memory.buckets_for(config.max_notes)
         board_at = _page_up(Memory.bytes_for(buckets))
         receipts_at = _page_up(board_at + Board.bytes_for(names, config.workers))
-        size = _page_up(receipts_at + Receipts.bytes_for(config.workers))
-        return cls(names, config.workers, buckets, board_at, receipts_at, size)
+        stamp_at = receipts_at + Receipts.bytes_for(config.workers)
+        size = _page_up(stamp_at + _STAMP_BYTES)
+        return cls(names, config.workers, buckets, board_at, receipts_at, stamp_at, size)
 
 
 def all_names(cluster: ClusterSpec) -> tuple[str, ...]:
@@ -46,7 +51,8 @@ def all_names(cluster: ClusterSpec) -> tuple[str, ...]:
 
 def gauge_names(cluster: ClusterSpec) -> tuple[str, ...]:
     """What a dead worker's row must not keep."""
-    return ("in_flight", *(f"{what}:{node.name}" for node in cluster.nodes for what in GAUGES))
+    by_node = (f"{what}:{node.name}" for node in cluster.nodes for what in GAUGES)
+    return ("in_flight", "drift_alarm", *by_node)
 
 
 @dataclass(slots=True)
@@ -73,26 +79,49 @@ def make_buffer(config: RouterConfig) -> mmap:
     """Memory that forked workers share; with ``state_file`` the notes outlive the router.
 
     Raises:
-        UsageError: the state file cannot be used.
+        UsageError: the state file cannot be used, or there is not as much memory.
     """
-    size = Layout.of(config).size
+    layout = Layout.of(config)
     if config.state_file is None:
-        return mmap(-1, size)
-    return _mapped_file(config.state_file, size)
+        try:
+            return mmap(-1, layout.size)
+        except (OSError, OverflowError, ValueError) as error:
+            raise UsageError(
+                f"no memory for {config.max_notes} notes and {config.workers} workers, "
+                f"{layout.size} bytes; lower --max-notes or --workers"
+            ) from error
+    buffer = _mapped_file(config.state_file, layout, _stamp(config))
+    for worker in range(config.workers):
+        board = Board(buffer, layout.board_at, layout.names, config.workers, worker)
+        board.clear(gauge_names(config.cluster))  # of a router that was killed
+        board.close()
+    return buffer
 
 
-def _mapped_file(path: Path, size: int) -> mmap:
+def _mapped_file(path: Path, layout: Layout, stamp: bytes) -> mmap:
+    at, size = layout.stamp_at, layout.size
     try:
         with path.open("a+b") as file:
-            if file.seek(0, 2) not in (0, size):
+            there = file.seek(0, 2)
+            file.seek(at)
+            if there and (there != size or file.read(_STAMP_BYTES) != stamp):
                 raise UsageError(
                     f"state file {path} was written by a router with other nodes, workers or "
                     "--max-notes; remove it or name another"
                 )
             file.truncate(size)
-            return mmap(file.fileno(), size)
+            buffer = mmap(file.fileno(), size)
     except OSError as error:
         raise UsageError(f"state file {path} cannot be used: {error.strerror}") from error
+    buffer[at : at + _STAMP_BYTES] = stamp
+    return buffer
+
+
+def _stamp(config: RouterConfig) -> bytes:
+    """Of all that must be as it was for numbers to mean what they meant: notes name nodes so."""
+    nodes = [(node.name, node.role.value, node.url) for node in config.cluster.nodes]
+    told = (nodes, Layout.of(config).names, config.workers, config.max_notes)
+    return xxhash.xxh3_128_digest(repr(told).encode())
 
 
 def _page_up(size: int) -> int:

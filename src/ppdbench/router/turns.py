@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
 
 import orjson
 
@@ -34,6 +35,7 @@ from ppdbench.http.server import Incoming, Responder
 from ppdbench.router.answer import NOTHING
 from ppdbench.router.choose import Chooser, NoNodeError, Plan
 from ppdbench.router.config import RouterConfig
+from ppdbench.router.documents import TooDeepError, written
 from ppdbench.router.health import Health
 from ppdbench.router.legs import AnswerLeg, WholeLeg
 from ppdbench.router.metrics import Metrics
@@ -56,6 +58,8 @@ RETRY_SOON: Headers = (*JSON, (b"retry-after", b"1"))
 SESSION_HEADER = b"x-session-id"
 OVERRIDE_HEADER = b"x-ppd-force-route"
 HELD_LIMIT = 1024
+
+_P = ParamSpec("_P")
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +112,25 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
+def _ending_the_turn(
+    step: Callable[Concatenate[TurnInFlight, _P], None],
+) -> Callable[Concatenate[TurnInFlight, _P], None]:
+    """A step that, should it fail by a fault of ours, still ends its turn; the loop logs the fault.
+
+    Else the client would wait for ever, and the gauges keep what the turn took.
+    """
+
+    @wraps(step)
+    def guarded(turn: TurnInFlight, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            step(turn, *args, **kwargs)
+        except Exception:
+            turn.break_off()
+            raise
+
+    return guarded
+
+
 class TurnInFlight:
     """A request, from its last byte to the last byte of its answer."""
 
@@ -141,23 +164,23 @@ class TurnInFlight:
 
     # the way forward
 
+    @_ending_the_turn
     def begin(self) -> None:
         """Plan and send."""
         services = self._services
         services.turns.add(self)
         services.metrics.in_flight.add()
         self._responder.on_gone = self._client_gone
+        keep = not services.config.client_keys
+        self._headers = request_lines(self._incoming.headers, keep_authorization=keep)
         try:
             self._body = parse_body(self._incoming.body)
             self._plan = self._make_plan()
-        except BadRequestError as error:
+            self._send()
+        except (BadRequestError, TooDeepError) as error:
             self._refuse_body(str(error))
         except NoNodeError as error:
             self._refuse(503, str(error), "ServiceUnavailableError", "no_node")
-        else:
-            keep = not services.config.client_keys
-            self._headers = request_lines(self._incoming.headers, keep_authorization=keep)
-            self._send()
 
     def overdue(self, now_s: float) -> bool:
         """Whether its phase lasts longer than it may."""
@@ -170,6 +193,12 @@ class TurnInFlight:
         """End it for want of an answer."""
         self._stop()
         self._fail("the node gave no answer in time", "TimeoutError", 504, "timeout")
+
+    def break_off(self) -> None:
+        """End it, unless it has ended, because we failed."""
+        if not self.outcome:
+            self._stop()
+            self._fail("the router failed", "InternalServerError", 500, "broken")
 
     def _make_plan(self) -> Plan:
         started_s = time.perf_counter()
@@ -218,27 +247,28 @@ class TurnInFlight:
             self._ask_home(plan, {PARAMS: None} if PARAMS in self._body else {})
 
     def _ask_prefill(self, plan: Plan, node: Upstream) -> None:
+        body = written(prefill_body(self._body, self._pull_from))
         self._took_prefill_tokens = plan.features.context_tokens + plan.features.new_tokens
         node.prefill_tokens.add(self._took_prefill_tokens)
         self._whole = WholeLeg(self._prefill_answered, self._prefill_failed)
-        body = orjson.dumps(prefill_body(self._body, self._pull_from))
         self._start(node, body, self._whole, self._services.config.timeouts.prefill_s)
 
     def _ask_home(self, plan: Plan, extra: dict[str, Any]) -> None:
         extra, strip = self._with_usage(extra)
+        body = spliced(self._incoming.body, self._body, extra)
         receipt = receipt_lines(plan.decision, plan.home.name)
         field_name = TEXT_FIELDS[self._incoming.path]
         self._leg = AnswerLeg(
             self, self._responder, plan.home, receipt, field_name, strip_usage=strip
         )
-        body = spliced(self._incoming.body, self._body, extra)
         self._start(plan.home, body, self._leg, self._services.config.timeouts.first_byte_s)
         self._leg.exchange = self._exchange
 
     def _with_usage(self, extra: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         """Ask for a stream's counts; whether they are to be kept from a client that did not."""
         options = self._body.get("stream_options")
-        if not self._body.get("stream") or not isinstance(options, dict | None):
+        # Other words for true, as "yes", go as they are: asking for counts might contradict them.
+        if self._body.get("stream") is not True or not isinstance(options, dict | None):
             return extra, False
         if options and options.get("include_usage"):
             return extra, False
@@ -254,6 +284,7 @@ class TurnInFlight:
 
     # what P says
 
+    @_ending_the_turn
     def _prefill_answered(self, head: Head, raw: bytes) -> None:
         plan = self._current
         node = self._leave_prefill(plan)
@@ -262,11 +293,12 @@ class TurnInFlight:
             self._prefill_refused(plan, node, head, raw)
             return
         try:
-            self._prefilled = read_prefilled(parse_body(raw))
-        except (EngineError, BadRequestError) as error:
+            prefilled = read_prefilled(parse_body(raw))
+            self._ask_home(plan, {PARAMS: prefilled.params})
+        except (EngineError, BadRequestError, TooDeepError) as error:
             self._fail(f"{node.name}: {error}", "BadGatewayError", 502, "broken")
             return
-        self._ask_home(plan, {PARAMS: self._prefilled.params})
+        self._prefilled = prefilled
 
     def _prefill_refused(self, plan: Plan, node: Upstream, head: Head, raw: bytes) -> None:
         if head.status >= 500 and self._try_again({node.name}):
@@ -292,6 +324,7 @@ class TurnInFlight:
 
     # what the home says
 
+    @_ending_the_turn
     def known(self) -> None:
         """The home's answer is here whole: note it before the client can go on from it."""
         leg, plan = self._answer_leg, self._current
@@ -304,6 +337,7 @@ class TurnInFlight:
         if chooser.policy.name == Route.PULL:
             self._hold(plan, leg)
 
+    @_ending_the_turn
     def answered(self) -> None:
         """The home's answer reached the client whole."""
         leg = self._answer_leg
@@ -313,6 +347,7 @@ class TurnInFlight:
         else:
             self._finish("upstream_5xx" if leg.status >= 500 else "upstream_4xx")
 
+    @_ending_the_turn
     def broke(self, error: HttpError) -> None:
         """The home's answer did not come, or not whole."""
         if isinstance(error, CancelledExchangeError):
@@ -348,7 +383,7 @@ class TurnInFlight:
         if self._retried or self._responder.gone:
             return False
         try:
-            plan = self._services.chooser.again(self._current, without)
+            plan = self._services.chooser.again(self._current, self._body, without)
         except NoNodeError:
             return False
         self._retried = True

@@ -9,6 +9,7 @@ import orjson
 
 from ppdbench.core.decision import Decision
 from ppdbench.http.messages import Head, Headers
+from ppdbench.router.documents import written
 from ppdbench.router.nodes import Upstream
 
 _HOP_BY_HOP = frozenset(
@@ -69,12 +70,15 @@ def spliced(raw: bytes, body: Mapping[str, Any], extra: Mapping[str, Any]) -> by
     """``raw`` with ``extra`` in it; only written anew where a key of ``extra`` stands in ``body``.
 
     ``body`` is ``raw`` parsed.
+
+    Raises:
+        TooDeepError: a part that is written anew is nested too deeply.
     """
     if not extra:
         return raw
     if not body or any(key in body for key in extra):
-        return orjson.dumps({**body, **extra})
-    return raw[: raw.rindex(b"}")] + b"," + orjson.dumps(extra)[1:]
+        return written({**body, **extra})
+    return raw[: raw.rindex(b"}")] + b"," + written(extra)[1:]
 
 
 def receipt_lines(decision: Decision, node: str) -> bytes:

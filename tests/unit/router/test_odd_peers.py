@@ -1,0 +1,326 @@
+"""Clients and nodes that say what is legal and odd: an answer, gauges at 0, nothing that stops."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+import pytest
+
+from ppdbench.cluster.contract import cluster_from_options
+from ppdbench.core.errors import UsageError
+from ppdbench.http.client import Pool
+from ppdbench.http.messages import Origin, Request
+from ppdbench.http.server import Server
+from ppdbench.router.config import HealthRule, RouterConfig
+from ppdbench.router.documents import without_field
+from ppdbench.router.policies import load_policy
+from ppdbench.router.shared import Shared, make_buffer
+from ppdbench.router.worker import Router
+from ppdbench.testing.fake import Fault, FaultKind
+
+USER = [{"role": "user", "content": "hello there"}]
+CHAT = "/v1/chat/completions"
+FULL = Path("/dev/full")
+DEEP = b"[" * 300 + b"]" * 300
+HANDED = {"kv_transfer_params": {"do_remote_prefill": True}}
+ANSWER = {"choices": [{"message": {"role": "assistant", "content": "x"}}]}
+
+
+class Rig:
+    """A router before nodes that say what they are told to: ``says`` by role."""
+
+    def __init__(self) -> None:
+        self.says = {"P": orjson.dumps(HANDED), "D": orjson.dumps(ANSWER), "R": b"{}"}
+        self.metrics = b""
+        self.got: list[tuple[str, str, bytes]] = []
+        self.stack = AsyncExitStack()
+
+    async def start(self, *roles: str, **options) -> Rig:
+        nodes = []
+        for role in roles:
+            node = await self.stack.enter_async_context(Server(self._node(role)))
+            nodes.append(f"{role}={node.url}")
+        options = {"health": HealthRule(every_s=3600.0)} | options
+        config = RouterConfig(
+            cluster=cluster_from_options(nodes), policy="local", port=0, max_notes=1024, **options
+        )
+        shared = Shared.over(make_buffer(config), config, 0)
+        self.router = Router(config, load_policy(config), shared)
+        await self.stack.enter_async_context(self.router)
+        self.pool = Pool()
+        self.stack.push_async_callback(self.pool.close)
+        return self
+
+    def _node(self, role: str):
+        def answer(incoming, responder):
+            self.got.append((role, incoming.target, incoming.body))
+            body = self.metrics if incoming.path == "/metrics" else self.says[role]
+            responder.send(200, body, ((b"content-type", b"application/json"),))
+
+        return answer
+
+    async def ask(self, method: str, path: str, body: bytes = b""):
+        origin = Origin.parse(self.router.url)
+        return await self.pool.fetch(origin, Request(method, path, (), body), timeout_s=10)
+
+    async def chat(self, **fields):
+        return await self.ask("POST", CHAT, orjson.dumps({"messages": USER} | fields))
+
+    def is_calm(self) -> bool:
+        """Nothing is in flight and every gauge is back."""
+        nodes = self.router.upstreams.all
+        taken = [gauge.total() for node in nodes for gauge in (node.running, node.prefill_tokens)]
+        in_flight = self.router.services.metrics.in_flight.total()
+        return not self.router.services.turns and in_flight == 0 and not any(taken)
+
+
+@pytest.fixture
+async def rig():
+    rig = Rig()
+    async with rig.stack:
+        yield rig
+
+
+@pytest.mark.parametrize("field", [b'"tools"', b'"chat_template_kwargs"', b'"messages"'])
+async def test_what_is_nested_too_deeply_to_be_written_is_400(rig, field):
+    """More levels can be read than written: the client hears of it and nothing stays taken."""
+    await rig.start("P", "D")
+
+    answer = await rig.ask("POST", CHAT, b'{"messages":["x"],%b:%b}' % (field, DEEP))
+
+    assert answer.head.status == 400
+    assert b"254" in answer.body
+    assert rig.is_calm()
+
+
+async def test_a_history_of_very_many_answers_is_served(rig):
+    """A note counts turns in 16 bits."""
+    await rig.start("P", "D")
+
+    answer = await rig.chat(messages=[{"role": "assistant", "content": ""}] * 65_600 + USER)
+
+    assert answer.head.status == 200
+    assert rig.is_calm()
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 1e30}},
+        {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": "7"}},
+        {"prompt_tokens": 2**31 - 1, "completion_tokens": 2**31 - 1},
+        {"prompt_tokens": "five"},
+        {"prompt_tokens": -1},
+        {"prompt_tokens": 1.5},
+        {"prompt_tokens": 2**40},
+    ],
+)
+async def test_counts_that_are_none_are_unknown(rig, usage, tmp_path):
+    """Of P and of D: the answer passes, receipt and log are written."""
+    await rig.start("P", "D", decisions_log=tmp_path / "log")
+    for role, body in (("P", HANDED), ("D", ANSWER)):
+        rig.says[role] = orjson.dumps(body | {"usage": usage})
+
+    answer = await rig.chat()
+
+    assert answer.head.status == 200
+    assert rig.is_calm()
+    assert len((await rig.ask("GET", "/ppd/decisions")).json()["decisions"]) == 1
+    assert len((tmp_path / "log").read_bytes().splitlines()) == 1
+
+
+@pytest.mark.parametrize("ids", [["a"], [None], [2.5], [10**30]])
+async def test_token_ids_that_are_none_are_no_history(rig, ids):
+    """The answer passes as it is."""
+    await rig.start("P", "D")
+    rig.says["D"] = orjson.dumps({"choices": [{"text": "x", "token_ids": []}]})
+    rig.says["D"] = rig.says["D"].replace(b"[]", str(ids).replace("'", '"').encode())
+
+    answer = await rig.ask("POST", "/v1/completions", b'{"prompt":[1,2,3]}')
+
+    assert answer.head.status == 200
+    assert rig.is_calm()
+
+
+async def test_hand_off_parameters_too_deep_to_be_written_are_a_502(rig):
+    """P is named, and D is not asked."""
+    await rig.start("P", "D")
+    rig.says["P"] = b'{"kv_transfer_params":{"do_remote_prefill":true,"x":%b}}' % DEEP
+
+    answer = await rig.chat()
+
+    assert answer.head.status == 502
+    assert b"p0" in answer.body
+    assert rig.is_calm()
+
+
+async def test_a_fault_of_our_own_ends_the_turn(rig, monkeypatch):
+    """The client gets a 500 that says so, and no gauge keeps what the turn took."""
+    await rig.start("P", "D")
+    errors = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    monkeypatch.setattr(rig.router.services.chooser, "learn", lambda *_: 1 // 0)
+
+    answer = await rig.chat()
+
+    assert answer.head.status == 500
+    assert rig.is_calm()
+    assert [type(context["exception"]) for context in errors] == [ZeroDivisionError]
+
+
+@pytest.mark.parametrize("told", [b"1.2.3", b"e", b"1e400", b"1e30", b"..."])
+async def test_a_start_time_that_is_none_stops_no_health_check(rig, told):
+    """The next round is asked as the last one was, and turns are noted."""
+    rig.metrics = b"process_start_time_seconds " + told + b"\n"
+    await rig.start("R", health=HealthRule(every_s=0.01))
+
+    async with asyncio.timeout(5):
+        while sum(path == "/metrics" for _, path, _ in rig.got) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    assert (await rig.chat()).head.status == 200
+    assert rig.is_calm()
+
+
+async def test_a_nodes_start_time_is_its_epoch(rig):
+    """Asked at the address that the cluster file gives; a restart shows even when nobody saw it."""
+    rig.metrics = b"process_start_time_seconds 1.7e+09\n"
+    await rig.start("R")
+
+    async with asyncio.timeout(5):
+        while rig.router.upstreams.all[0].epoch != 1_700_000_000:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "target", ["/v1/chat%2Fcompletions", "/v1/chat/%63ompletions", "http://any/v1/chat/completions"]
+)
+async def test_a_turn_is_a_turn_however_its_path_is_written(rig, target):
+    """As nodes read it; else it would pass by identity, decision and the cap."""
+    await rig.start("P", "D")
+
+    answer = await rig.ask("POST", target, orjson.dumps({"messages": USER, **HANDED}))
+
+    assert answer.head.get(b"x-ppd-reason") == b"turn1"
+    assert [path[:8] for role, path, body in rig.got if role == "D" and body] == ["/v1/chat"]
+
+
+async def test_what_passes_through_steers_no_hand_off(rig):
+    """Engines read hand-off parameters from /v1/responses and /v1/messages too."""
+    await rig.start("P", "D")
+
+    await rig.ask("POST", "/v1/responses", orjson.dumps({"input": "x", **HANDED}))
+
+    bodies = [body for _, path, body in rig.got if path == "/v1/responses"]
+    assert list(map(orjson.loads, bodies)) == [{"input": "x"}]
+
+
+@pytest.mark.parametrize("text", ['{"kv": {"a": 1}, "x": NaN}', '{"k\\u0076": 1, "x": 2}'])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-8-sig"])
+def test_a_field_is_found_as_an_engine_finds_it(text, encoding):
+    """Escaped, beside a NaN, in another encoding."""
+    assert b"kv" not in without_field(text.encode(encoding), "kv")
+    assert b"\\u0076" not in without_field(text.encode(encoding), "kv")
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xff", b"[]", b'{"a":1e2 }', b"[" * 100_000])
+def test_what_has_no_such_field_stays_byte_for_byte(raw):
+    """No JSON, too deep, or simply without it."""
+    assert without_field(raw, "kv") == raw
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here to stand for a full disk")
+async def test_a_log_that_cannot_be_written_stops_no_turn(rig, caplog):
+    """It is said once."""
+    await rig.start("R", decisions_log=FULL)
+
+    statuses = [(await rig.chat()).head.status for _ in range(3)]
+
+    assert statuses == [200, 200, 200]
+    assert sum("decisions log" in record.message for record in caplog.records) == 1
+
+
+async def test_a_home_that_was_away_makes_up_for_nothing(rig):
+    """Back again it gets its share of new conversations, not all of them."""
+    await rig.start("R", "R")
+    _, away = rig.router.upstreams.all
+    away.alive = False
+    for _ in range(20):
+        await rig.chat()
+    away.alive = True
+
+    nodes = [(await rig.chat()).head.get(b"x-ppd-node") for _ in range(10)]
+
+    assert nodes.count(b"r1") == 5
+
+
+@pytest.mark.parametrize("count", [2, 2.0, "2"])
+async def test_several_answers_stay_on_one_node_when_that_is_tried_elsewhere(bench_for, count):
+    """A second home computes them whole, too."""
+    close = Fault(FaultKind.CLOSE)
+    engine = lambda node: {"faults": lambda _: close} if node == "d0" else {}  # noqa: E731
+    bench = await bench_for("1P_2D", policy="remote", engine=engine)
+
+    reply = await bench.chat(USER, n=count)
+
+    assert (reply.node, reply.reason) == ("d1", "alone")
+    assert not bench.engines["p0"].served
+
+
+def config_of(path: Path, *nodes: str, **options) -> RouterConfig:
+    return RouterConfig(
+        cluster=cluster_from_options(nodes), policy="local", state_file=path, **options
+    )
+
+
+def test_a_state_file_of_a_killed_router_has_nothing_in_flight(tmp_path):
+    """Its gauges would count for ever against the cap."""
+    config = config_of(tmp_path / "state", "R=http://127.0.0.1:1", workers=2, port=8000)
+    killed = Shared.over(make_buffer(config), config, 1)
+    killed.board.add("in_flight", 7)
+    killed.board.add("running:r0", 50)
+
+    board = Shared.over(make_buffer(config), config, 0).board
+
+    assert (board.total("in_flight"), board.total("running:r0")) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ["R=http://127.0.0.1:1", "R=http://127.0.0.1:2", "R=http://127.0.0.1:3"],
+        ["R=http://127.0.0.1:2", "R=http://127.0.0.1:1"],
+    ],
+)
+def test_a_state_file_of_other_nodes_is_refused(tmp_path, other):
+    """More of them, or the same in another order: notes name nodes by their number."""
+    config = config_of(tmp_path / "state", "R=http://127.0.0.1:1", "R=http://127.0.0.1:2")
+    make_buffer(config)
+    make_buffer(config)
+
+    with pytest.raises(UsageError, match="other nodes"):
+        make_buffer(replace(config, cluster=cluster_from_options(other)))
+
+
+def test_more_notes_than_memory_is_one_sentence():
+    """What to lower is said."""
+    config = RouterConfig(
+        cluster=cluster_from_options(["R=http://127.0.0.1:1"]), policy="local", max_notes=10**13
+    )
+    with pytest.raises(UsageError, match="--max-notes"):
+        make_buffer(config)
+
+
+def test_several_workers_share_a_port_that_has_a_number():
+    """With port 0 each would take one of its own, and nobody would know them."""
+    with pytest.raises(UsageError, match="--port 0"):
+        RouterConfig(
+            cluster=cluster_from_options(["R=http://127.0.0.1:1"]),
+            policy="local",
+            port=0,
+            workers=2,
+        )
