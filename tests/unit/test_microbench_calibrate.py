@@ -7,7 +7,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from ppdbench.core.conversation import Arrival, Conversation, Turn
 from ppdbench.core.errors import NothingUsableError, UsageError
+from ppdbench.core.topology import Topology
 from ppdbench.experiments.choosing import sim_config
 from ppdbench.experiments.microbench.calibrate import (
     calibrate,
@@ -20,6 +22,8 @@ from ppdbench.experiments.microbench.calibrate import (
 from ppdbench.experiments.microbench.interference import simulate
 from ppdbench.experiments.microbench.plan import Dose, InterferencePlan, Kind
 from ppdbench.experiments.microbench.simulated import SimulatedEngine
+from ppdbench.load.simulated import run_simulated_point
+from ppdbench.policy.parse import parse_policy
 from ppdbench.sim.calibrated import Calibration, StepCosts, read_calibration, write_calibration
 
 TRUE = StepCosts(2e-3, 3e-4, 6e-5, 2e-9, 4e-9, 1e-8, 4e-3)
@@ -126,10 +130,27 @@ def test_a_measured_hop_becomes_the_simulators_connector(document, tmp_path):
         seed=0,
         into=tmp_path / "c.json",
     )
-    profile = made.config(tmp_path / "c.json").hand_off
 
-    assert (profile.hop_s, profile.token_s) == (0.03, 0.0)
+    assert made.hop == {"fixed_s": 0.03, "per_token_s": 0.0}
     assert made.kv_bytes_per_token == 2048
+
+
+@pytest.mark.parametrize("prompt_tokens", [128, 2048])
+def test_a_lone_turn_pays_the_measured_hop_once(prompt_tokens, tmp_path):
+    """TTFT through P→D less TTFT on one node is what was measured so: D's last step is in it."""
+    path = tmp_path / "costs.json"
+    write_calibration(path, replace(ENGINE, hop={"fixed_s": 0.03, "per_token_s": 1e-5}))
+    config = sim_config({}, {"costs": str(path)})
+    alone = [Arrival(0.0, Conversation("c", (Turn(prompt_tokens, 8),)))]
+    through, at_home = (
+        run_simulated_point(
+            Topology.parse(name), parse_policy("roles"), alone, 1.0, config, 0
+        ).records[0].ttft_s
+        for name in ("1P_1D", "1R")
+    )  # fmt: skip
+
+    reading_s = ENGINE.steps.chunk_s(1, prompt_tokens - 1) - ENGINE.steps.chunk_s(1, 0)
+    assert through - at_home == pytest.approx(0.03 + 1e-5 * prompt_tokens + reading_s, abs=5e-5)
 
 
 def test_a_prompt_is_computed_in_chunks_of_the_budget():

@@ -49,7 +49,8 @@ class StepCosts:
 class Calibration:
     """What was fitted, on what, and how well. ``fit`` is for people and for the bound.
 
-    ``hop`` is the measured way through P→D, ``None`` where no hand-off was measured.
+    ``hop`` is the measured way through P→D, D's step for the last prompt token included; ``None``
+    where no hand-off was measured.
     """
 
     model: str
@@ -104,12 +105,17 @@ class Calibration:
         )
 
     def _profile(self) -> Connector | None:
+        """The measured way ends with D's step for the prompt's last token, which D pays anyway."""
         if self.hop is None:
             return None
+        hop_s = max(0.0, self.hop["fixed_s"] - self._one_token_step_s())
         return Connector(
-            "nixl", self.hop["fixed_s"], 0.0, self.hop["per_token_s"], synchronous=False,
-            can_pull=True,
-        )  # fmt: skip
+            "nixl", hop_s, 0.0, self.hop["per_token_s"], synchronous=False, can_pull=True
+        )
+
+    def _one_token_step_s(self) -> float:
+        """An idle node's step for one token; reading what stands before it is in the hop's line."""
+        return self.overheads().host_s(1) + self.steps.chunk_s(1, 0)
 
     def document(self) -> dict[str, Any]:
         return {"kind": "calibration", "schema_version": SCHEMA_VERSION, **asdict(self)}
