@@ -179,3 +179,22 @@ def test_what_attached_nodes_do_not_tell_is_no_difference(document, tmp_path):
     found = calibrate_from([document | {"gpu": None}, hand_off], seed=0, into=tmp_path / "c.json")
 
     assert found.document()["hop"] is None
+
+
+@pytest.mark.parametrize(
+    ("broken", "what"),
+    [
+        ({"hop": {"fixed_s": 0.01}}, "hop is .*; expected numbers from 0 on for fixed_s and per"),
+        ({"hop": 5}, "hop is 5; expected numbers"),
+        ({"kv_tokens": None}, "kv_tokens is None; expected a whole number from 1 on"),
+        ({"kv_bytes_per_token": -4}, "kv_bytes_per_token is -4; expected a whole number"),
+        ({"steps": asdict(TRUE) | {"step_s": "x"}}, "step_s is 'x'; expected a number from 0 on"),
+    ],
+)
+def test_a_file_of_impossible_costs_is_refused(broken, what, tmp_path):
+    """Edited by hand, or half of it lost: the file, the value, and what it takes."""
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(ENGINE.document() | broken))
+
+    with pytest.raises(UsageError, match=f"costs.json is damaged .*{what}.*fit it again"):
+        read_calibration(path)

@@ -8,12 +8,13 @@ A step of d decoding sequences and prompt chunks of new tokens after some prefix
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ppdbench.core.errors import UsageError
 from ppdbench.core.files import write_whole
+from ppdbench.sim import rules
 from ppdbench.sim.config import Connector, Overheads, SimConfig
 from ppdbench.sim.costs import CostTables
 
@@ -35,6 +36,9 @@ class StepCosts:
     pair_s: float
     prefix_s: float
     request_s: float
+
+    def __post_init__(self) -> None:
+        rules.check("steps", self, {f.name: rules.NOT_NEGATIVE for f in fields(self)})
 
     def chunk_s(self, new: int, prefix: int) -> float:
         """What a prompt's chunk adds to its step."""
@@ -64,6 +68,9 @@ class Calibration:
     steps: StepCosts
     fit: dict[str, Any]
     hop: dict[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        rules.check("calibration", self, _RULES)
 
     def config(self, path: Path) -> SimConfig:
         """A simulator configuration that uses the file at ``path``."""
@@ -121,6 +128,26 @@ class Calibration:
         return {"kind": "calibration", "schema_version": SCHEMA_VERSION, **asdict(self)}
 
 
+HOP_FIELDS = ("fixed_s", "per_token_s")
+
+
+def _is_hop(value: object) -> bool:
+    """Both figures, each a number from 0 on."""
+    return (
+        isinstance(value, dict)
+        and value.keys() == set(HOP_FIELDS)
+        and all(map(rules.NOT_NEGATIVE.takes, value.values()))
+    )
+
+
+_RULES = {
+    "model": rules.TEXT,
+    **dict.fromkeys(("block_tokens", "max_batched_tokens"), rules.TOKENS),
+    **dict.fromkeys(("kv_tokens", "kv_bytes_per_token", "context_tokens"), rules.COUNT),
+    "hop": rules.Rule(_is_hop, f"numbers from 0 on for {' and '.join(HOP_FIELDS)}", optional=True),
+}
+
+
 def write_calibration(path: Path, calibration: Calibration) -> None:
     """Write the file whole."""
     text = json.dumps(calibration.document(), indent=1, sort_keys=True, allow_nan=False)
@@ -150,5 +177,5 @@ def read_calibration(path: Path) -> Calibration:
         )
     try:
         return Calibration(**{**document, "steps": StepCosts(**document["steps"])})
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError, UsageError) as error:
         raise UsageError(f"{path} is damaged ({error}); fit it again") from error

@@ -28,7 +28,7 @@ from ppdbench.experiments.microbench.plan import (
     Kind,
 )
 from ppdbench.experiments.microbench.simulated import SimulatedEngine
-from ppdbench.sim.calibrated import Calibration, StepCosts, write_calibration
+from ppdbench.sim.calibrated import HOP_FIELDS, Calibration, StepCosts, write_calibration
 
 Floats = NDArray[np.float64]
 
@@ -245,11 +245,8 @@ def _calibration(
         max_batched_tokens=budget,
         steps=steps,
         fit={},
-        hop=None if hop is None else {name: max(0.0, hop[name]) for name in _HOP},
+        hop=None if hop is None else {name: max(0.0, hop[name]) for name in HOP_FIELDS},
     )
-
-
-_HOP = ("fixed_s", "per_token_s")
 
 
 def predict(
