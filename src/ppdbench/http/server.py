@@ -34,13 +34,14 @@ _LAST_CHUNK = b"0\r\n\r\n"
 class Incoming:
     """A whole request. ``target`` has its query string; header names are lower-case.
 
-    ``path`` is what a server would see: escapes are characters there.
+    ``path`` is what a server would see: escapes are characters there. No key and no prompt is in
+    its ``repr``, so none comes into a log.
     """
 
     method: str
     target: str
-    headers: Headers
-    body: bytes
+    headers: Headers = field(repr=False)
+    body: bytes = field(repr=False)
     received_at_s: float
     path: str = field(init=False)
 
@@ -202,9 +203,17 @@ class _ServerConnection(asyncio.Protocol):
         self._waiting: deque[tuple[Incoming, Responder]] = deque()
         self._responder: Responder | None = None
         self._at_s = 0.0
-        self._refused = False
+        self._refused = 0
         self.congested = False
         self._reset()
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is under way, in the making or on the wire."""
+        transport = self._transport
+        if self._responder is not None:
+            return True
+        return transport is not None and transport.get_write_buffer_size() > 0
 
     def write(self, data: bytes) -> None:
         if self._transport is not None:
@@ -224,6 +233,8 @@ class _ServerConnection(asyncio.Protocol):
             if len(self._waiting) == MAX_PIPELINED and self._transport is not None:
                 self._transport.resume_reading()
             self._handle(*self._waiting.popleft())
+        elif self._refused:
+            self._say_refusal()
 
     # asyncio.Protocol
 
@@ -248,6 +259,8 @@ class _ServerConnection(asyncio.Protocol):
             self._responder.on_writable()
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         self._at_s = time.monotonic()
         try:
             self._parser.feed_data(data)
@@ -273,7 +286,7 @@ class _ServerConnection(asyncio.Protocol):
         if self._head_size > MAX_HEAD_BYTES:
             self._refuse(431)
         self._headers.append((name, value))
-        if name == b"expect":
+        if name == b"expect" and self._responder is None:
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
@@ -333,11 +346,16 @@ class _ServerConnection(asyncio.Protocol):
         self._head_size = 0
 
     def _refuse(self, status: int) -> None:
-        """Once, and nothing of this connection is read any more."""
+        """Once, behind the answers under way; nothing of this connection is read any more."""
         if self._refused:
             return
-        self._refused = True
-        self.write(_render_head(status, (), b"content-length: 0\r\n", keep_alive=False))
+        self._refused = status
+        if self._responder is None:
+            self._say_refusal()
+
+    def _say_refusal(self) -> None:
+        lines = b"content-length: 0\r\n"
+        self.write(_render_head(self._refused, (), lines, keep_alive=False))
         if self._transport is not None:
             self._transport.close()
 
@@ -394,6 +412,11 @@ class Server:
                 "choose another port or stop what listens there"
             ) from error
         self._port = self._server.sockets[0].getsockname()[1]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a client still waits for some of its answer."""
+        return any(connection.busy for connection in self._connections)
 
     def stop_listening(self) -> None:
         """Take no new connection; those that are open go on."""

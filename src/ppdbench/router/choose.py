@@ -141,7 +141,7 @@ class Chooser:
         shadow = None
         if _needs_one_node(body) and home.role is not Role.R:
             decision = ALONE
-        elif forced is not None:
+        elif forced is not None and home.role is not Role.R:
             decision = Decision(forced, "override")
         else:
             decision = decide(self.policy, features, home.role, holds_kv=holds_kv)

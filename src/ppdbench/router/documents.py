@@ -27,8 +27,11 @@ def written(document: object, option: int = 0) -> bytes:
 def without_field(raw: bytes, name: str) -> bytes:
     """``raw`` less the field ``name`` of its object; unchanged where it has none.
 
-    Read as Python's own parser does it, because an engine does: with NaN, in UTF-16 too.
+    Read as Python's own parser does it, because an engine does: with NaN, in UTF-16 too. Read at
+    all only where the name can stand in it: plainly, escaped or in another encoding.
     """
+    if name.encode() not in raw and b"\\u" not in raw and b"\0" not in raw:
+        return raw
     try:
         document: Any = json.loads(raw)
     except (ValueError, RecursionError):

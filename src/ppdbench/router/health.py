@@ -34,6 +34,12 @@ class Health:
         if node.alive:
             node.strikes = 0
 
+    def share_progress(self) -> None:
+        """Tell the other workers of nodes that sent bytes to this one."""
+        for node in self._upstreams.all:
+            if node.progress_at_s > node.progress_cell.get():
+                node.progress_cell.put(node.progress_at_s)
+
     async def watch(self) -> None:
         """Ask every node for ever."""
         rounds = 0
@@ -51,7 +57,8 @@ class Health:
         try:
             answer = await node.pool.fetch(node.origin, request, timeout_s=self._rule.timeout_s)
         except HttpError as error:
-            busy = node.progress_at_s >= asked_at_s and not isinstance(error, ConnectError)
+            progress_at_s = max(node.progress_at_s, node.progress_cell.get())
+            busy = progress_at_s >= asked_at_s and not isinstance(error, ConnectError)
             if not busy:
                 self._strike(node, 1)
             return

@@ -25,6 +25,7 @@ from ppdbench.router.wire import error_event, response_lines
 TAIL_LIMIT_BYTES = 1024 * 1024
 """A stream's unfinished event is held back up to here, so that none is ever cut in the middle."""
 
+_ERROR_EVENT = b'data: {"error":'
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
@@ -88,12 +89,13 @@ class AnswerLeg:
     Nothing reaches the client before the first byte of a body has come, so until ``began`` the
     turn may be tried elsewhere. ``first_at_s`` and ``last_at_s`` are the reads that brought the
     first and the last token. ``strip_usage`` withholds the counts that only the router asked for.
+    ``failed_inside`` says that the node told of an error in the stream.
     """
 
     __slots__ = (
         "_body", "_field", "_held", "_node", "_owner", "_reader", "_receipt", "_responder",
-        "_strip_usage", "answer", "at_s", "began", "counted", "exchange", "first_at_s", "head",
-        "last_at_s", "streaming",
+        "_strip_usage", "answer", "at_s", "began", "counted", "exchange", "failed_inside",
+        "first_at_s", "head", "last_at_s", "streaming",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  (a leg is told all at once)
@@ -120,6 +122,7 @@ class AnswerLeg:
         self.answer: Answer | None = None
         self.counted: Counted = NOTHING
         self.began = False
+        self.failed_inside = False
         self.streaming = False
         self.at_s = 0.0
         self.first_at_s: float | None = None
@@ -186,6 +189,8 @@ class AnswerLeg:
                 self.first_at_s = self.last_at_s = at_s
         elif b'"choices":[{' in data or carries_token(data):
             self.last_at_s = at_s
+        if _ERROR_EVENT in data:
+            self.failed_inside = True
         assert self._reader is not None
         self._reader.feed(data)
 

@@ -15,12 +15,13 @@ from ppdbench.router.board import Board, Common, Tally
 
 PER_NODE = (
     "running", "prefill_tokens", "requests", "failures", "epoch", "loss_idle_s", "loss_until_s",
-    "gone_s", "kv_next", "kv_connected",
+    "gone_s", "kv_next", "kv_connected", "progress_s",
 )  # fmt: skip
 """Board values of each node; from ``epoch`` on all workers share one.
 
 ``failures`` are broken connections. What KV events told: turns that ended by ``gone_s`` have left
 no KV; ``kv_next`` is the next batch's number, 0 before the first; ``kv_connected`` is 0 or 1.
+``progress_s`` is when the node last sent bytes to any worker, by the machine's monotonic clock.
 """
 
 GAUGES = ("running", "prefill_tokens")
@@ -55,6 +56,7 @@ class Upstream:
     gone_s: Common
     kv_next: Common
     kv_connected: Common
+    progress_cell: Common
     alive: bool = True
     strikes: int = 0
     progress_at_s: float = 0.0
@@ -135,6 +137,7 @@ def _upstream(at: int, node: Node, board: Board, pool: Pool) -> Upstream:
         gone_s=board.common(f"gone_s:{node.name}"),
         kv_next=board.common(f"kv_next:{node.name}"),
         kv_connected=board.common(f"kv_connected:{node.name}"),
+        progress_cell=board.common(f"progress_s:{node.name}"),
     )
 
 

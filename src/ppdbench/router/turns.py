@@ -230,13 +230,13 @@ class TurnInFlight:
         wish = self._incoming.get(OVERRIDE_HEADER)
         if wish is None:
             return None
-        try:
-            return Route(wish.decode("latin-1"))
-        except ValueError:
-            known = f"{Route.REMOTE}, {Route.LOCAL}"
-            raise BadRequestError(
-                f"{OVERRIDE_HEADER.decode()}: {wish!r} is no route; use one of {known}"
-            ) from None
+        for route in (Route.REMOTE, Route.LOCAL):
+            if wish == route.encode():
+                return route
+        raise BadRequestError(
+            f"{OVERRIDE_HEADER.decode()}: {wish!r} cannot be chosen; "
+            f"use {Route.REMOTE} or {Route.LOCAL}"
+        )
 
     def _send(self) -> None:
         plan = self._current
@@ -342,7 +342,9 @@ class TurnInFlight:
         """The home's answer reached the client whole."""
         leg = self._answer_leg
         self._services.health.answered(self._current.home, leg.at_s)
-        if leg.status == 200:
+        if leg.failed_inside:
+            self._finish("broken")
+        elif leg.status == 200:
             self._finish("ok")
         else:
             self._finish("upstream_5xx" if leg.status >= 500 else "upstream_4xx")

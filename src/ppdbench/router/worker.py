@@ -95,11 +95,11 @@ class Router:
         self._shared.receipts.close()
 
     async def drain(self) -> None:
-        """Take nothing new and wait for what runs, at most ``drain_s``."""
+        """Take no new turn and wait until every client has its answer, at most ``drain_s``."""
         self.draining = True
         self._server.stop_listening()
         until_s = time.monotonic() + self.config.drain_s
-        while self.services.turns and time.monotonic() < until_s:  # noqa: ASYNC110
+        while self._server.busy and time.monotonic() < until_s:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
     async def __aenter__(self) -> Self:
@@ -137,6 +137,7 @@ class Router:
         while True:
             await asyncio.sleep(SWEEP_EVERY_S)
             self.services.receipts.share()
+            self.services.health.share_progress()
             now_s = time.monotonic()
             for turn in [turn for turn in self.services.turns if turn.overdue(now_s)]:
                 turn.give_up()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from ppdbench.http.messages import Origin, Request
 from ppdbench.http.server import Server
 from ppdbench.router.config import HealthRule, RouterConfig
 from ppdbench.router.documents import without_field
+from ppdbench.router.health import Health
+from ppdbench.router.nodes import Upstreams
 from ppdbench.router.policies import load_policy
 from ppdbench.router.shared import Shared, make_buffer
 from ppdbench.router.worker import Router
@@ -59,6 +62,10 @@ class Rig:
         def answer(incoming, responder):
             self.got.append((role, incoming.target, incoming.body))
             body = self.metrics if incoming.path == "/metrics" else self.says[role]
+            if callable(body) and incoming.method == "POST":
+                body(responder)
+                return
+            body = b"" if callable(body) else body
             responder.send(200, body, ((b"content-type", b"application/json"),))
 
         return answer
@@ -69,6 +76,14 @@ class Rig:
 
     async def chat(self, **fields):
         return await self.ask("POST", CHAT, orjson.dumps({"messages": USER} | fields))
+
+    async def connected(self):
+        """A connection of one's own, to write on and to read from at leisure."""
+        origin = Origin.parse(self.router.url)
+        reader, writer = await asyncio.open_connection(origin.host, origin.port, limit=4096)
+        self.stack.push_async_callback(writer.wait_closed)
+        self.stack.callback(writer.close)
+        return reader, writer
 
     def is_calm(self) -> bool:
         """Nothing is in flight and every gauge is back."""
@@ -324,3 +339,134 @@ def test_several_workers_share_a_port_that_has_a_number():
             port=0,
             workers=2,
         )
+
+
+STREAM = ((b"content-type", b"text/event-stream"),)
+EVENT = b'data: {"choices":[{"delta":{"content":"%b"}}]}\n\n' % (b"x" * 1000)
+
+
+def wire(path: str, document: object, lines: bytes = b"") -> bytes:
+    body = orjson.dumps(document)
+    head = b"POST %b HTTP/1.1\r\nhost: any\r\n%bcontent-length: %d\r\n\r\n"
+    return head % (path.encode(), lines, len(body)) + body
+
+
+async def test_a_drain_waits_for_a_slow_reader(rig):
+    """Its answer is whole at the router long before it is whole at the client."""
+    await rig.start("R", drain_s=10.0)
+    rig.says["R"] = b"{}" + b" " * 20_000_000
+    reader, writer = await rig.connected()
+    writer.write(wire(CHAT, {"messages": USER}, b"connection: close\r\n"))
+    await reader.readuntil(b"\r\n\r\n")
+    stopping = asyncio.create_task(stopped(rig.router))
+    await asyncio.sleep(0.2)
+
+    assert len(await reader.read()) == 20_000_002
+    await stopping
+
+
+async def stopped(router: Router) -> None:
+    await router.drain()
+    await router.close()
+
+
+async def test_a_drain_waits_for_what_is_no_turn(rig):
+    """A streamed /v1/responses ends as it would have ended."""
+    await rig.start("R", drain_s=10.0)
+    loop = asyncio.get_running_loop()
+
+    def slowly(responder):
+        responder.start(200, STREAM, first=b"data: 1\n\n")
+        loop.call_later(0.3, responder.end, b"data: 2\n\n")
+
+    rig.says["R"] = slowly
+    reader, writer = await rig.connected()
+    writer.write(wire("/v1/responses", {"input": "x", "stream": True}))
+    await reader.readuntil(b"data: 1")
+
+    _, raw = await asyncio.gather(stopped(rig.router), reader.read())
+
+    assert b"data: 2" in raw
+
+
+@pytest.mark.parametrize(
+    ("second", "end"),
+    [
+        (wire(CHAT, {"x": "y" * 3000}), b"HTTP/1.1 413"),
+        (b"\0 no HTTP\r\n\r\n", b"HTTP/1.1 400"),
+        (
+            wire(CHAT, {"messages": []}, b"expect: 100-continue\r\nconnection: close\r\n"),
+            b"HTTP/1.1 200",
+        ),
+    ],
+)
+async def test_what_is_said_of_a_second_request_stands_behind_the_first_answer(rig, second, end):
+    """Inside a stream that runs it would be read as a part of that."""
+    await rig.start("R", max_body_bytes=1000)
+    loop = asyncio.get_running_loop()
+
+    def slowly(responder):
+        if len(rig.got) > 3:
+            responder.send(200, b"{}")
+            return
+        responder.start(200, STREAM, first=EVENT)
+        loop.call_later(0.2, responder.end, b"data: [DONE]\n\n")
+
+    rig.says["R"] = slowly
+    reader, writer = await rig.connected()
+    writer.write(wire(CHAT, {"messages": USER, "stream": True}))
+    await reader.readuntil(b'"choices"')
+    writer.write(second)
+
+    first, _, rest = (await reader.read()).partition(b"HTTP/1.1")
+
+    assert first.endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
+    assert (b"HTTP/1.1" + rest).startswith(end)
+    assert rest.count(b"HTTP/1.1") == 0
+
+
+async def test_an_error_inside_a_stream_is_no_good_outcome(bench_for):
+    """The stream passes as it is; metrics and receipt say that it broke."""
+    fault = Fault(FaultKind.ERROR_EVENT, after_tokens=2)
+    bench = await bench_for("1R", engine=lambda _: {"faults": lambda _: fault})
+
+    reply = await bench.chat(USER, stream=True)
+
+    assert b"scripted failure" in reply.body
+    assert (bench.total("outcome:broken"), bench.total("outcome:ok")) == (1, 0)
+
+
+@pytest.mark.parametrize(("wish", "status"), [("remote", 200), ("pull", 400), ("replica", 400)])
+async def test_a_client_chooses_remote_or_local_and_nothing_else(bench_for, wish, status):
+    """An R can take no hand-off, so there the wish changes nothing."""
+    bench = await bench_for("1R_1P_1D", policy="roles", allow_override=True)
+
+    replies = [await bench.chat(USER, headers={"x_ppd_force_route": wish}) for _ in range(2)]
+
+    assert [reply.status for reply in replies] == [status] * 2
+    if status == 200:
+        assert {reply.reason for reply in replies if reply.node == "r0"} == {"replica"}
+        assert {reply.reason for reply in replies if reply.node == "d0"} == {"override"}
+
+
+async def test_progress_at_one_worker_counts_at_all():
+    """A node too busy for /health whose streams another worker sees progress stays in."""
+    asked = []
+    async with Server(lambda _, responder: asked.append(responder)) as node:
+        nodes = cluster_from_options([f"R={node.url}"])
+        config = RouterConfig(cluster=nodes, policy="local", workers=2)
+        buffer = make_buffer(config)
+        boards = [Shared.over(buffer, config, worker).board for worker in range(2)]
+        here, there = (Upstreams(nodes, board) for board in boards)
+        rule = HealthRule(timeout_s=0.2, down_after=1)
+        asking = asyncio.create_task(Health(here, rule).ask(here.all[0]))
+        await asyncio.sleep(0.05)
+        there.all[0].progress_at_s = time.monotonic()
+        Health(there, rule).share_progress()
+        await asking
+        stayed = here.all[0].alive
+        await Health(here, rule).ask(here.all[0])
+        for pool in here.pools.values():
+            await pool.close()
+
+    assert (stayed, here.all[0].alive) == (True, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import sys
@@ -214,6 +215,20 @@ async def test_sigterm_drains_and_exits_0():
             await asyncio.wait_for(process.wait(), 20)
 
     assert process.returncode == 0
+
+
+async def test_many_connections_need_no_help_from_the_shell():
+    """A turn takes two; out of files, living nodes would seem dead and all turns fail."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 200), hard))
+    try:
+        port = free_port()
+        async with serving("--policy", "roles", "--node=R=http://127.0.0.1:1", port=port) as it:
+            allowed = psutil.Process(it.pid).rlimit(psutil.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert allowed == (hard, hard)
 
 
 async def later_route(port: int, at: int) -> tuple[str, str]:
