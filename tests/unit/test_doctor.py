@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from statistics import median
 
 import pytest
 from typer.testing import CliRunner
 
 from ppdbench.cli.app import app
+from ppdbench.load.selftest import _bare_ttfts
+from ppdbench.testing import FakeEngine, Service
 
 
 def test_json_is_one_document_with_every_check():
@@ -34,3 +38,11 @@ def test_load_measures_the_client_beside_a_bare_socket():
         "requests_per_s", "chunks_per_s", "added_ttft_p50_s", "added_ttft_p99_s",
         "send_lag_p99_s",
     }  # fmt: skip
+
+
+async def test_a_bare_client_that_cannot_keep_the_pace_does_not_measure_its_own_queue():
+    """Ours would look good beside it: each of these waits for all before it."""
+    async with FakeEngine(model="instant", service=Service(0.01)) as engine:
+        ttfts = await asyncio.to_thread(_bare_ttfts, engine.url, 1_000.0, 0.5)
+
+    assert median(ttfts) < 0.05
