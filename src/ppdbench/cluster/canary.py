@@ -26,6 +26,7 @@ _PREFLIGHT_WITHIN_S = 180.0
 _RETRY_S = 0.25
 _TOKEN_RANGE = (10, 1000)
 """Ids that every real vocabulary has as ordinary tokens."""
+_LASTING_STATUSES = frozenset(range(400, 500)) - {408, 429}
 BLIND = "every prompt got the same answer, so wrong KV would not show; are these dummy weights?"
 
 
@@ -38,7 +39,6 @@ class Answer:
     cached_tokens: int | None
     prefill_cached_tokens: int | None
     held: nixl.HeldKv | None
-    elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,6 @@ class Prober:
         Raises:
             EngineError: a node refused or did not answer.
         """
-        begun = time.monotonic()
         body = self._body(prompt_ids, output_tokens, cold=cold)
         sent, prefilled = self._through_prefill(path, body, pull_from)
         answer = control.post(path.node, "/v1/completions", sent, self._limit_s)
@@ -95,8 +94,20 @@ class Prober:
             nixl.cached_tokens(answer.get("usage") or {}),
             prefilled.cached_tokens if prefilled else None,
             nixl.held_kv(answer, prompt_ids, output_ids),
-            time.monotonic() - begun,
         )
+
+    def hand_off_s(self, path: Path, prompt_ids: Sequence[int], output_tokens: int) -> float:
+        """How long one turn over ``path`` takes, whatever its answer says.
+
+        Raises:
+            EngineError: a node refused or did not answer.
+        """
+        begun = time.monotonic()
+        sent, _ = self._through_prefill(
+            path, self._body(prompt_ids, output_tokens, cold=False), None
+        )
+        control.post(path.node, "/v1/completions", sent, self._limit_s)
+        return time.monotonic() - begun
 
     def _through_prefill(
         self, path: Path, body: dict[str, Any], pull_from: nixl.HeldKv | None
@@ -248,7 +259,8 @@ def preflight(
     machine that may fail, or end after P's lease, and then that request never returns though the
     next one passes. So an attempt is given up after ``limit_s``, and a pair has three minutes in
     which two in a row must be good. A firewall or a wrong network interface fails all of them.
-    ``ended`` gives the reasons of nodes that are known to have died, which nothing waits for.
+    ``ended`` gives the reasons of nodes that are known to have died, which nothing waits for, and
+    nothing waits for an answer that would be the same again (:func:`_is_lasting`).
 
     Raises:
         EngineError: a pair does not get there, or a node has ended.
@@ -281,7 +293,16 @@ def _preflight_path(
 
 def _hand_off_problem(prober: Prober, path: Path, limit_s: float) -> str | None:
     try:
-        elapsed_s = prober.ask(path, prober.tokens(32), 2).elapsed_s
+        elapsed_s = prober.hand_off_s(path, prober.tokens(32), 2)
     except EngineError as error:
+        if _is_lasting(error):
+            raise EngineError(f"preflight {path}: {error}") from error
         return str(error)
     return None if elapsed_s <= limit_s else f"a hand-off took {elapsed_s:.1f} s"
+
+
+def _is_lasting(error: EngineError) -> bool:
+    """Whether a node answered, and would answer the same again: a wrong key, no connector."""
+    if isinstance(error, control.NodeError):
+        return error.status is not None and error.status in _LASTING_STATUSES
+    return True

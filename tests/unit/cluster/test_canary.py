@@ -115,6 +115,22 @@ async def test_a_node_that_died_is_not_waited_for():
             await asyncio.wait_for(gone, 20)
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda _: FakeEngine(honest_handoff=False), "NixlConnector"),
+        (lambda _: FakeEngine(faults=every(1, Fault(FaultKind.STATUS, status=401))), "401"),
+    ],
+)
+async def test_what_waiting_cannot_mend_is_not_waited_for(make, words):
+    """A P without the connector, a wrong key: the same answer would come for three minutes."""
+    async with cluster("1P_1D", make) as spec:
+        with pytest.raises(EngineError, match=rf"p0→d0.*{words}") as refused:
+            await asyncio.wait_for(asyncio.to_thread(preflight, spec, "fake", 5.0), 20)
+
+    assert "UCX" not in str(refused.value)
+
+
 def test_the_delay_is_what_the_slow_link_adds():
     """Blocks that D lacks × bytes / rate, less what the real transfer takes, never negative."""
     link = SlowLink(bytes_per_s=1e6, kv_bytes_per_token=100, real_s_per_byte=0, block_tokens=10)
