@@ -231,3 +231,29 @@ def test_an_attempt_that_ended_before_its_first_point_is_no_run_to_continue(tmp_
     assert read_manifest(tmp_path).seed == 99
     with pytest.raises(RunError, match="already holds"):
         RunWriter(tmp_path, MANIFEST).__enter__()
+
+
+def test_records_of_an_attempt_that_stored_no_point_are_not_the_next_runs(tmp_path):
+    """A kill between a point's records and the point leaves them; they are another experiment's."""
+    record = TurnRecord("c", 1, Route.LOCAL, "d0", 0.0, 0.0)
+    with RunWriter(tmp_path, MANIFEST) as writer:
+        writer.put("p", b"{}\n", records_as_parquet([record, replace(record, warm_up=True)]))
+    (tmp_path / "points/p.json").unlink()
+
+    with RunWriter(tmp_path, replace(MANIFEST, seed=99)) as writer:
+        writer.put("p", b"{}\n")
+
+    assert read_records(tmp_path, "p") == []
+    assert read_records(tmp_path, "p", "warm_up") == []
+
+
+def test_a_run_that_lost_its_points_folder_is_not_emptied_by_resuming(tmp_path):
+    """An archive of the light files alone: its points.jsonl is all there is, and stays."""
+    with RunWriter(tmp_path, MANIFEST) as writer:
+        writer.put("p", b"{}\n")
+        writer.assemble(["p"])
+    (tmp_path / "points/p.json").unlink()
+
+    with pytest.raises(RunError, match="points/"), RunWriter(tmp_path, MANIFEST, resume=True):
+        pass
+    assert (tmp_path / "points.jsonl").read_bytes() == b"{}\n"

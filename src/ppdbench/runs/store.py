@@ -79,10 +79,19 @@ class RunWriter:
         path = self.folder / MANIFEST
         if path.exists() and (self._resume or self._holds_points()):
             refuse_other_run(self.folder, read_manifest(self.folder), self._manifest)
+            self._refuse_without_points()
         else:
             write_whole(path, _pretty(self._manifest.document()))
         (self.folder / "points").mkdir(exist_ok=True)
         _drop_leftovers(self.folder)
+
+    def _refuse_without_points(self) -> None:
+        """What is assembled anew must not lose what only the assembled file still has."""
+        if self._holds_points() and not self.finished():
+            raise RunError(
+                f"{self.folder} has its {POINTS} and not the folder points/ that a sweep resumes "
+                "from; bring that back, or measure again with another -o"
+            )
 
     def _holds_points(self) -> bool:
         points = self.folder / POINTS
@@ -193,7 +202,7 @@ def _lock(folder: Path) -> int:
 
 
 def _drop_leftovers(folder: Path) -> None:
-    """Half-written files and a half-written last line of a sweep that was killed.
+    """Half-written files, records without their point and half a line of a sweep that was killed.
 
     A point whose line does not end was cut by a copy or a full disk; it is measured again.
     """
@@ -201,6 +210,10 @@ def _drop_leftovers(folder: Path) -> None:
         path.unlink()
     for path in (folder / "points").glob("*.json"):
         if not _ends_its_line(path):
+            path.unlink()
+    points = {path.stem for path in (folder / "points").glob("*.json")}
+    for path in folder.glob("*/*.parquet"):
+        if path.stem not in points:
             path.unlink()
     timing = folder / TIMING
     if timing.exists() and not (content := timing.read_bytes()).endswith(b"\n"):
