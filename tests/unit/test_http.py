@@ -274,6 +274,24 @@ async def test_a_request_that_meets_a_dead_idle_connection_is_sent_once_more(poo
     assert len(connections) == 2
 
 
+async def test_fewer_connections_ahead_than_wanted_are_enough(pool, monkeypatch):
+    """A server, a proxy or the limit of open files may allow fewer; none at all is an error."""
+    connect, tried = Pool._connect, []
+
+    async def limited(self, origin):
+        tried.append(origin)
+        if len(tried) > 3:
+            raise ConnectError("Too many open files")
+        return await connect(self, origin)
+
+    monkeypatch.setattr(Pool, "_connect", limited)
+    async with Server(echo) as server:
+        await pool.warm(Origin.parse(server.url), 8)
+        assert repr(pool) == "<Pool 3 connections, 3 idle>"
+        with pytest.raises(ConnectError, match="open files"):
+            await pool.warm(Origin.parse(server.url), 8)
+
+
 async def test_an_interim_answer_is_swallowed(pool):
     """100 Continue is not the answer."""
 

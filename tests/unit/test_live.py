@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from functools import wraps
+from functools import partial, wraps
 
 import pytest
 import uvloop
@@ -18,11 +18,12 @@ from ppdbench.cluster.link import SlowLink
 from ppdbench.core.conversation import Arrival, Conversation, Turn
 from ppdbench.core.decision import Route
 from ppdbench.core.topology import Role
+from ppdbench.http.client import Pool
 from ppdbench.load.clock import WallClock
 from ppdbench.load.hand_offs import HandOffGate
 from ppdbench.load.history import IdHistory
 from ppdbench.load.live import LiveSettings, run_live_point
-from ppdbench.load.share import Task, connections_for
+from ppdbench.load.share import Share, Task, connections_for
 from ppdbench.load.turns import HttpTurns, TurnSettings
 from ppdbench.policy.parse import parse_policy
 from ppdbench.runs.aggregate import Plan, aggregate
@@ -531,6 +532,28 @@ async def test_a_bug_at_the_end_of_an_answer_ends_the_point_at_once(monkeypatch)
             await play(cluster, "local", talks(1))
 
 
+@on_uvloop
+async def test_the_first_turns_after_a_long_warm_up_open_no_connections(monkeypatch):
+    """Those opened before it are too old by then to be used."""
+    at_start = []
+    monkeypatch.setattr("ppdbench.load.turns.Pool", partial(Pool, idle_limit_s=0.2))
+    run = Share.run
+
+    async def counted(share, *rest):
+        pool = share._turns._pools[None]
+        now_s = time.monotonic()
+        fresh = [c for idle in pool._idle.values() for c in idle if now_s - c.idle_since_s < 0.2]
+        at_start.append(len(fresh))
+        return await run(share, *rest)
+
+    monkeypatch.setattr(Share, "run", counted)
+    live = settings(warm_up=talks(1, turns=1))
+    async with ScriptedCluster("1R", lambda _: FakeEngine(service=Service(0.4))) as cluster:
+        await play(cluster, "roles", talks(1, turns=1), live)
+
+    assert at_start[0] >= 8
+
+
 def test_connections_for_a_hiccup_are_open_before_the_point_begins():
     assert connections_for(_task(turns_per_s=10)) == 8
     assert connections_for(_task(turns_per_s=2_000)) == pytest.approx(100, abs=1)
@@ -538,9 +561,17 @@ def test_connections_for_a_hiccup_are_open_before_the_point_begins():
     assert connections_for(_task(turns_per_s=10, users=32)) == 32
 
 
-def _task(turns_per_s, users=None):
+def test_no_more_connections_are_opened_than_conversations_can_use():
+    """A conversation has one turn out at a time; arrivals at one instant come all at once."""
+    assert connections_for(_task(turns_per_s=10, users=5_000, count=20)) == 20
+    assert connections_for(_task(turns_per_s=10**6, count=20)) == 20
+    assert connections_for(_task(turns_per_s=float("inf"), count=200)) == 200
+    assert connections_for(_task(turns_per_s=1, count=1)) == 8
+
+
+def _task(turns_per_s, users=None, count=10_000):
     two = (Turn(8, 2), Turn(8, 2))
-    arrivals = [Arrival(2 * i / turns_per_s, Conversation(str(i), two)) for i in range(1_000)]
+    arrivals = [Arrival(2 * i / turns_per_s, Conversation(str(i), two)) for i in range(count)]
     spec = ClusterSpec((Node("r0", Role.R, "http://127.0.0.1:9"),))
     settings = TurnSettings("m")
     policy = parse_policy("roles")

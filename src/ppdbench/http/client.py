@@ -344,10 +344,19 @@ class Pool:
             exchange.cancel()
 
     async def warm(self, origin: Origin, connections: int) -> None:
-        """Open ``connections`` before they are needed."""
-        opened = await asyncio.gather(*(self._connect(origin) for _ in range(connections)))
-        for connection in opened:
+        """Open ``connections`` before they are needed, or as many as can be had.
+
+        Raises:
+            ConnectError: there is none.
+        """
+        tries = (self._connect(origin) for _ in range(connections))
+        opened = await asyncio.gather(*tries, return_exceptions=True)
+        made = [connection for connection in opened if isinstance(connection, _Connection)]
+        for connection in made:
             self.keep(origin, connection, time.monotonic())
+        for problem in opened:
+            if isinstance(problem, BaseException) and not (made and isinstance(problem, HttpError)):
+                raise problem
 
     async def close(self) -> None:
         """Close everything; exchanges under way fail."""

@@ -105,7 +105,7 @@ class WallClock:
 
     def _fire(self) -> None:
         self._timer.acknowledge()
-        self._armed_s = 0.0  # below any instant, so that calls made now do not arm
+        self._armed_s = float("-inf")  # below any instant, so that calls made now do not arm
         try:
             self._run_due()
         except Exception as error:

@@ -73,9 +73,9 @@ async def run_live_point(  # noqa: PLR0913, PLR0917  (a point is these things)
 
 
 async def _measure(share: Share, task: Task, settings: LiveSettings) -> PointOutcome:
-    await share.connect()
     await share.warm_up(settings.warm_up)
     before = await (read_settled if settings.warm_up else read)(task.cluster)
+    await share.connect()
     processes = _processes(task, settings)
     if processes == 1:
         done = [await share.run()]

@@ -147,9 +147,13 @@ class Share:
 
 
 def connections_for(task: Task) -> int:
-    """As many as the turns of one hiccup need, or the users of a closed loop."""
-    wanted = task.users or math.ceil(offered_by(task.arrivals).turns_per_s * HICCUP_S)
-    return max(CONNECTIONS_WARM.start, min(wanted, CONNECTIONS_WARM.stop - 1))
+    """As many as the turns of one hiccup need, or the users of a closed loop.
+
+    No more than there are conversations, as each has one turn out; all where they arrive at once.
+    """
+    hiccup = math.ceil(offered_by(task.arrivals).turns_per_s * HICCUP_S)
+    most = min(len(task.arrivals), CONNECTIONS_WARM.stop - 1)
+    return max(CONNECTIONS_WARM.start, min(task.users or hiccup or most, most))
 
 
 def _settle(ended: asyncio.Future[None], error: Exception | None = None) -> None:
