@@ -11,6 +11,7 @@ import pytest
 
 from ppdbench.core.decision import Route
 from ppdbench.core.errors import RunError
+from ppdbench.experiments.microbench.results import write_result
 from ppdbench.runs.manifest import EngineIdentity, Manifest, refuse_to_pool
 from ppdbench.runs.recording import read_records, records_as_parquet
 from ppdbench.runs.records import Outcome, TurnRecord
@@ -257,3 +258,16 @@ def test_a_run_that_lost_its_points_folder_is_not_emptied_by_resuming(tmp_path):
     with pytest.raises(RunError, match="points/"), RunWriter(tmp_path, MANIFEST, resume=True):
         pass
     assert (tmp_path / "points.jsonl").read_bytes() == b"{}\n"
+
+
+def test_a_micro_benchmarks_folder_is_no_run_to_begin_anew(tmp_path):
+    """It has a manifest and no point, and is a result all the same."""
+    document = {"protocol": "engine", "kind": "microbench"}
+    record = TurnRecord("c", 1, Route.LOCAL, "d0", 0.0, 0.0)
+    write_result(tmp_path, MANIFEST, document, [record])
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    other = RunWriter(tmp_path, replace(MANIFEST, seed=99))
+    with pytest.raises(RunError, match="already holds"):
+        other.__enter__()
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

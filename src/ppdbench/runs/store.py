@@ -28,6 +28,10 @@ from ppdbench.core.files import TEMPORARY, write_whole
 from ppdbench.runs.manifest import Manifest, refuse_other_run
 
 MANIFEST, POINTS, TIMING = "manifest.json", "points.jsonl", "timing.jsonl"
+WITHOUT_A_POINT = frozenset(
+    {MANIFEST, POINTS, TIMING, "points", "records", "warm_up", "lock", "logs"}
+)
+"""All that an attempt may leave that ended before its first point."""
 
 
 def point_line(document: Mapping[str, Any]) -> bytes:
@@ -69,7 +73,7 @@ class RunWriter:
 
     def _refuse_existing(self) -> None:
         """An attempt that ended before its first point left nothing to lose or to mix with."""
-        if not self._resume and (self.folder / MANIFEST).exists() and self._holds_points():
+        if not self._resume and (self.folder / MANIFEST).exists() and self._holds_results():
             raise RunError(
                 f"{self.folder} already holds a run; continue it with --resume, "
                 "or choose another folder with -o"
@@ -77,7 +81,7 @@ class RunWriter:
 
     def _open(self) -> None:
         path = self.folder / MANIFEST
-        if path.exists() and (self._resume or self._holds_points()):
+        if path.exists() and (self._resume or self._holds_results()):
             refuse_other_run(self.folder, read_manifest(self.folder), self._manifest)
             self._refuse_without_points()
         else:
@@ -96,6 +100,11 @@ class RunWriter:
     def _holds_points(self) -> bool:
         points = self.folder / POINTS
         return bool(self.finished()) or (points.exists() and points.stat().st_size > 0)
+
+    def _holds_results(self) -> bool:
+        """Points, or files that no sweep wrote: a micro-benchmark has a manifest, too."""
+        names = {path.name for path in self.folder.iterdir()}
+        return self._holds_points() or not names <= WITHOUT_A_POINT
 
     def _release(self) -> None:
         if self._lock is not None:
