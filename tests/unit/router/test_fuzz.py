@@ -39,7 +39,7 @@ def _told(context: dict[str, Any]) -> str:
 
 
 class Rig:
-    """Two routers in a loop of their own: before engines that refuse as vLLM does, and bytes."""
+    """Routers in a loop of their own: before engines that refuse as vLLM does, and before bytes."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -58,7 +58,8 @@ class Rig:
             await engine.start()
         raw_url = f"http://127.0.0.1:{self.raw.sockets[0].getsockname()[1]}"
         good = self._router([f"{role}={e.url}" for role, e in zip("PD", self.engines, strict=True)])
-        self.routers = [good, self._router([f"R={raw_url}"])]
+        handed = self._router([f"P={raw_url}", f"D={raw_url}"])
+        self.routers = [good, self._router([f"R={raw_url}"]), handed]
         for router in self.routers:
             await router.start()
         self.pool = Pool()
@@ -226,6 +227,18 @@ heads = st.sampled_from(
 framings = st.sampled_from(
     [b"content-length: 5\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n", b"\r\n"]
 )
+usages = st.fixed_dictionaries(
+    {},
+    optional={
+        "prompt_tokens": scalars,
+        "completion_tokens": scalars,
+        "prompt_tokens_details": st.dictionaries(st.just("cached_tokens"), scalars) | anything,
+    },
+)
+answers = st.fixed_dictionaries(
+    {"kv_transfer_params": st.just({"do_remote_prefill": True}) | anything, "usage": usages},
+    optional={"choices": st.lists(st.fixed_dictionaries({"text": scalars, "token_ids": anything}))},
+).map(orjson.dumps)
 contents = st.one_of(
     st.binary(max_size=60),
     anything.map(orjson.dumps),
@@ -235,6 +248,18 @@ contents = st.one_of(
     ),
     st.binary(max_size=40).map(lambda raw: b"%x\r\n%b\r\n0\r\n\r\n" % (len(raw), raw)),
 )
+broken = st.tuples(heads, framings, contents).map(b"".join)
+
+
+@st.composite
+def wholes(draw):
+    """HTTP as it should be, with odd JSON in it."""
+    body = draw(answers)
+    kind = draw(st.sampled_from([b"application/json", b"text/event-stream"]))
+    if kind != b"application/json":
+        body = b"data: " + body + b"\n\ndata: [DONE]\n\n"
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n"
+    return head % (kind, len(body)) + body
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -242,12 +267,12 @@ def test_any_answer_of_a_node_is_survived(rig, count):
     """Bytes that are no HTTP, odd JSON, cut streams: a node's 5xx, a 502 or a cut; no 500."""
 
     @many(count)
-    @given(heads, framings, contents, st.booleans())
-    def check(head, framing, content, stream):
-        rig.answer = head + framing + content
-        body = orjson.dumps({"messages": [{"role": "user", "content": "x"}], "stream": stream})
+    @given(wholes() | broken, st.booleans(), st.sampled_from([1, 2]))
+    def check(answer, stream, at):
+        rig.answer = answer
+        body = orjson.dumps({"prompt": [1, 2, 3], "stream": stream})
         try:
-            status = rig.run(rig.post(body, at=1))
+            status = rig.run(rig.post(body, at=at, path="/v1/completions"))
         except HttpError as error:
             assert error.got_bytes or "closed" in str(error)  # noqa: PT017
         else:
