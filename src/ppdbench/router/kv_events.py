@@ -81,9 +81,14 @@ def _split(frames: Sequence[bytes]) -> tuple[int, bytes]:
 
 
 class KvEvents:
-    """Connections to every home that has an address; it is only ever connected to, never bound."""
+    """Connections to every home that has an address; it is only ever connected to, never bound.
 
-    def __init__(self, upstreams: Upstreams, board: Board) -> None:
+    ``clock_offset_s`` makes of monotonic time the time that turns are noted with, so that a step
+    of the wall clock moves both or neither.
+    """
+
+    def __init__(self, upstreams: Upstreams, board: Board, clock_offset_s: float) -> None:
+        self._clock_offset_s = clock_offset_s
         self._nodes = [node for node in upstreams.homes if node.node.kv_events]
         self._board = board
 
@@ -119,7 +124,7 @@ class KvEvents:
         events = EventsOfNode(node, self._board)
         while True:
             frames = await socket.recv_multipart()
-            events.take(frames, time.time())
+            events.take(frames, time.monotonic() + self._clock_offset_s)
 
 
 def _socket(context: zmq.asyncio.Context) -> zmq.asyncio.Socket:

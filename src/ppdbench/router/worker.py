@@ -82,7 +82,8 @@ class Router:
             # ZMQ and its thread only where somebody publishes.
             from ppdbench.router.kv_events import KvEvents
 
-            self._run_beside(KvEvents(self.upstreams, self._shared.board).listen())
+            offset_s = self.services.clock_offset_s
+            self._run_beside(KvEvents(self.upstreams, self._shared.board, offset_s).listen())
 
     async def close(self) -> None:
         """Stop at once; :meth:`drain` first for a friendly end."""

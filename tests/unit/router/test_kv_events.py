@@ -196,6 +196,19 @@ async def test_a_cleared_node_holds_nothing(bench, publisher):
     assert [(await bench.chat(talk)).reason for talk in talks] == ["cold", "cold"]
 
 
+async def test_a_wall_clock_that_is_set_makes_nothing_cold_for_longer(
+    bench, publisher, monkeypatch
+):
+    """Events and turns are told apart by one clock: an hour ahead is not an hour of cold turns."""
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600)
+    await publisher.send(CLEARED)
+    await taken(bench, count=1)
+    await asyncio.sleep(1.1)
+
+    assert (await bench.chat(await begin(bench))).route == "local"
+
+
 @pytest.mark.parametrize("number", [7, 0])
 async def test_missing_numbers_mean_that_removals_were_missed(bench, publisher, number):
     """All that the node held is cold: batches are missing, or its publisher began anew."""
