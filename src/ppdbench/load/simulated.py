@@ -72,6 +72,7 @@ def run_simulated_point(  # noqa: PLR0913, PLR0917 - a point is these six things
     driver.expect(iter(sorted(arrivals[:at_once], key=_by_time)))
     with _no_collection():
         kernel.run()
+    assert not driver.under_way, "turns wait for one another; they would count as good ones"
     if config.token_times:
         driver.add_token_times()
     if trace is not None:
@@ -116,6 +117,11 @@ class _Driver:
         self._matching: dict[str, int] = {}
         self._out: dict[str, tuple[Dialogue, TurnRecord]] = {}
         self._spans: list[tuple[TurnRecord, list[Span]]] = []
+
+    @property
+    def under_way(self) -> int:
+        """Turns that have been sent and have not ended."""
+        return len(self._out)
 
     def expect(self, arrivals: Iterator[Arrival]) -> None:
         """One arrival at a time stands in the event heap, however many there are."""

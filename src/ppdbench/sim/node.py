@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable
 from heapq import heappop, heappush
+from itertools import takewhile
 from math import ceil, sqrt
 
 from ppdbench.sim.blocks import KvBlocks
@@ -416,7 +417,12 @@ class Node:
         sequence.matching_tokens = sequence.target
         sequence.preemptions += 1
         self.preemptions += 1
-        self.waiting.appendleft(sequence)
+        self._wait_again(sequence)
+
+    def _wait_again(self, sequence: Sequence) -> None:
+        """First in line, but behind those whose KV has come: it may wait for what they hold."""
+        arrived = sum(1 for _ in takewhile(_holds_blocks, self.waiting))
+        self.waiting.insert(arrived, sequence)
 
     def _drop(self, sequence: Sequence) -> None:
         if sequence.finish_step != NEVER:
@@ -438,3 +444,7 @@ class Node:
         self._settle()
         rounds = (cache.total - cache.held) // batch
         return max(1, min(steps, rounds * cache.block_tokens + 1))
+
+
+def _holds_blocks(sequence: Sequence) -> bool:
+    return sequence.blocks > 0
