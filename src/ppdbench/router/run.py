@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 from collections.abc import Callable
 from mmap import mmap
 
@@ -84,6 +85,7 @@ class _Crew:
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
         signal.signal(signal.SIGHUP, self._pass_on)
+        self._check_port()
         for worker in range(self._config.workers):
             self._fork(worker)
         self._ready(f"http://{self._config.host}:{self._config.port}")
@@ -93,12 +95,24 @@ class _Crew:
             if worker >= 0 and not self._stopping:
                 self._replace(worker, os.waitstatus_to_exitcode(status))
 
+    def _check_port(self) -> None:
+        """Workers would share the port with another router's too, and each get half the turns."""
+        host = self._config.host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            socket.create_server((host, self._config.port), family=family).close()
+        except OSError as error:
+            raise self._no_port() from error
+
+    def _no_port(self) -> EngineError:
+        return EngineError(
+            f"cannot listen on {self._config.host}:{self._config.port}; choose another --port"
+        )
+
     def _replace(self, worker: int, code: int) -> None:
         if code == EngineError.exit_code:
             self._stop()
-            raise EngineError(
-                f"cannot listen on {self._config.host}:{self._config.port}; choose another --port"
-            )
+            raise self._no_port()
         shared = Shared.over(self._buffer, self._config, worker)
         shared.board.clear(gauge_names(self._config.cluster))
         self._fork(worker)

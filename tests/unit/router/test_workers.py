@@ -330,9 +330,11 @@ async def test_wrong_use_is_one_sentence(options, code, words):
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-async def test_a_port_in_use_is_exit_code_3(workers):
-    """The sentence names the port."""
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_port_in_use_is_exit_code_3(workers, shared):
+    """The sentence names the port; also where its user would share it, as another router does."""
     with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
