@@ -74,7 +74,8 @@ def sweep(
     ] = None,
     connector: Annotated[str | None, typer.Option(help="KV connector; default nixl.")] = None,
     costs: Annotated[
-        str | None, typer.Option(help="sim: measured, or a file of ppd microbench --calibrate.")
+        str | None,
+        typer.Option(help="sim: measured, roofline, or a file of microbench --calibrate."),
     ] = None,
     dtype: Annotated[
         str | None,
