@@ -6,6 +6,7 @@ from bisect import bisect_left
 
 from ppdbench.core.decision import Route
 from ppdbench.router.board import Board, Tally
+from ppdbench.router.memory import Memory
 
 REASONS = (
     "turn1", "cold", "replica", "policy", "role", "share", "threshold", "table", "outside",
@@ -23,7 +24,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 HISTOGRAMS = ("ttft_s", "tpot_s", "decide_s")
 PLAIN = (
     "in_flight", "retries", "releases", "torn", "evicted", "reloads", "reloads_failed",
-    "later_turns", "later_turns_home", "shadow_differs", "drift_alarm",
+    "shadow_differs", "drift_alarm",
     "kv_events", "kv_events_bad", "kv_events_gaps",
 )  # fmt: skip
 
@@ -51,6 +52,14 @@ class Metrics:
         }
         self._outcomes = {outcome: board.tally(f"outcome:{outcome}") for outcome in OUTCOMES}
         self._histograms = {name: _histogram(board, name) for name in HISTOGRAMS}
+        self._followed = (0, 0)
+
+    def follow(self, memory: Memory) -> None:
+        """Count what ``memory`` has counted by itself since the last time."""
+        evicted, torn = self._followed
+        self.board.add("evicted", memory.evicted - evicted)
+        self.board.add("torn", memory.torn - torn)
+        self._followed = (memory.evicted, memory.torn)
 
     def route(self, route: Route, reason: str) -> Tally:
         """The count of turns that went this way; of a reason's words the first one counts."""

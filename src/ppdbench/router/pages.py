@@ -77,6 +77,7 @@ class Pages:
         return web.json_response({"ready": ready}, status=200 if ready else 503)
 
     async def metrics(self, _: web.Request) -> web.Response:
+        self._services.metrics.follow(self._services.chooser.memory)
         return web.Response(
             body=generate_latest(self._registry),
             headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"},
@@ -110,6 +111,7 @@ class Pages:
     async def state(self, _: web.Request) -> web.Response:
         """Nodes and what is remembered."""
         services = self._services
+        services.metrics.follow(services.chooser.memory)
         return web.json_response(
             {
                 "policy": services.chooser.policy.name,
@@ -119,7 +121,7 @@ class Pages:
                 "memory": {
                     "capacity": services.chooser.memory.capacity,
                     "used": services.chooser.memory.used(),
-                    "evicted": services.chooser.memory.evicted,
+                    "evicted": int(services.metrics.board.total("evicted")),
                 },
             }
         )

@@ -139,6 +139,7 @@ class Router:
             await asyncio.sleep(SWEEP_EVERY_S)
             self.services.receipts.share()
             self.services.health.share_progress()
+            self.services.metrics.follow(self.services.chooser.memory)
             now_s = time.monotonic()
             for turn in [turn for turn in self.services.turns if turn.overdue(now_s)]:
                 turn.give_up()

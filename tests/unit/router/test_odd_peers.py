@@ -47,9 +47,9 @@ class Rig:
         for role in roles:
             node = await self.stack.enter_async_context(Server(self._node(role)))
             nodes.append(f"{role}={node.url}")
-        options = {"health": HealthRule(every_s=3600.0)} | options
+        options = {"health": HealthRule(every_s=3600.0), "max_notes": 1024} | options
         config = RouterConfig(
-            cluster=cluster_from_options(nodes), policy="local", port=0, max_notes=1024, **options
+            cluster=cluster_from_options(nodes), policy="local", port=0, **options
         )
         shared = Shared.over(make_buffer(config), config, 0)
         self.router = Router(config, load_policy(config), shared)
@@ -271,6 +271,19 @@ async def test_a_home_that_was_away_makes_up_for_nothing(rig):
     nodes = [(await rig.chat()).head.get(b"x-ppd-node") for _ in range(10)]
 
     assert nodes.count(b"r1") == 5
+
+
+async def test_notes_that_had_to_go_are_counted(rig):
+    """In the metrics and in the state, of all workers."""
+    await rig.start("R", max_notes=8)
+    for at in range(20):
+        await rig.chat(messages=[{"role": "user", "content": f"question {at}"}])
+
+    metrics = (await rig.ask("GET", "/metrics")).body
+    state = (await rig.ask("GET", "/ppd/state")).json()
+
+    assert b"ppd_evicted_total 32.0" in metrics
+    assert state["memory"]["evicted"] == 32
 
 
 @pytest.mark.parametrize("count", [2, 2.0, "2"])
