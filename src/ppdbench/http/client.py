@@ -22,6 +22,10 @@ IDLE_LIMIT_S = 4.0
 
 CONNECT_TIMEOUT_S = 10.0
 
+CONNECT_AT_ONCE = 64
+"""Of connections that are opened ahead: a listener keeps about a hundred waiting, and those beyond
+are tried again only after a second."""
+
 
 class Sink(Protocol):
     """Receives one answer: ``on_head``, ``on_body`` any number of times, then one of the last two.
@@ -349,14 +353,19 @@ class Pool:
         Raises:
             ConnectError: there is none.
         """
-        tries = (self._connect(origin) for _ in range(connections))
-        opened = await asyncio.gather(*tries, return_exceptions=True)
-        made = [connection for connection in opened if isinstance(connection, _Connection)]
-        for connection in made:
-            self.keep(origin, connection, time.monotonic())
-        for problem in opened:
-            if isinstance(problem, BaseException) and not (made and isinstance(problem, HttpError)):
-                raise problem
+        for wanted in range(connections, 0, -CONNECT_AT_ONCE):
+            tries = (self._connect(origin) for _ in range(min(wanted, CONNECT_AT_ONCE)))
+            problems = []
+            for opened in await asyncio.gather(*tries, return_exceptions=True):
+                if isinstance(opened, _Connection):
+                    self.keep(origin, opened, time.monotonic())
+                else:
+                    problems.append(opened)
+            for problem in problems:
+                if not (self._idle[origin] and isinstance(problem, HttpError)):
+                    raise problem
+            if problems:
+                return
 
     async def close(self) -> None:
         """Close everything; exchanges under way fail."""
