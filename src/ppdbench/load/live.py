@@ -75,9 +75,9 @@ async def run_live_point(  # noqa: PLR0913, PLR0917  (a point is these things)
 async def _measure(share: Share, task: Task, settings: LiveSettings) -> PointOutcome:
     await share.warm_up(settings.warm_up)
     before = await (read_settled if settings.warm_up else read)(task.cluster)
-    await share.connect()
     processes = _processes(task, settings)
     if processes == 1:
+        await share.connect()
         done = [await share.run()]
         records = done[0].records
     else:
