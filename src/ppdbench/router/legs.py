@@ -26,6 +26,7 @@ TAIL_LIMIT_BYTES = 1024 * 1024
 """A stream's unfinished event is held back up to here, so that none is ever cut in the middle."""
 
 _ERROR_EVENT = b'data: {"error":'
+_DONE = b"data: [DONE]\n\n"
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
@@ -179,6 +180,8 @@ class AnswerLeg:
 
     def _pass_on(self, data: bytes, at_s: float) -> None:
         self._take(data, at_s)
+        if data.endswith(_DONE):
+            self._know()
         self._send(data)
         if self._responder.congested and self.exchange is not None:
             self.exchange.pause()
@@ -227,11 +230,17 @@ class AnswerLeg:
     def _end_stream(self, at_s: float) -> None:
         held, self._held = self._held, b""
         self._take(held, at_s)
+        self._know()
+        self._send(held, last=True)
+
+    def _know(self) -> None:
+        """Once: at ``[DONE]``, where clients stop to read, or else at the end."""
+        if self.answer is not None:
+            return
         assert self._reader is not None
         self.answer = self._reader.end()
         self.counted = self._reader.counted
         self._owner.known()
-        self._send(held, last=True)
 
     def _send_whole(self, at_s: float) -> None:
         assert self.head is not None

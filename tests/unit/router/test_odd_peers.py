@@ -483,3 +483,26 @@ async def test_progress_at_one_worker_counts_at_all():
             await pool.close()
 
     assert (stayed, here.all[0].alive) == (True, False)
+
+
+async def test_a_turn_is_noted_before_done_reaches_its_client(rig):
+    """Clients stop to read there, and the last chunk of HTTP may come later."""
+    await rig.start("P", "D")
+    loop = asyncio.get_running_loop()
+
+    def speaks(responder):
+        responder.start(200, STREAM, first=EVENT + b"data: [DONE]\n\n")
+        loop.call_later(0.3, responder.end)
+
+    rig.says["D"] = speaks
+    reader, writer = await rig.connected()
+    writer.write(wire(CHAT, {"messages": USER, "stream": True}))
+    await reader.readuntil(b"[DONE]")
+    answer = {"role": "assistant", "content": "x" * 1000}
+    rig.says["D"] = orjson.dumps(ANSWER)
+
+    second = await rig.chat(messages=[*USER, answer, *USER])
+
+    assert second.head.get(b"x-ppd-route") == b"local"
+    await reader.readuntil(b"0\r\n\r\n")
+    assert rig.is_calm()
