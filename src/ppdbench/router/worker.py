@@ -73,6 +73,8 @@ class Router:
         return self._server.url
 
     async def start(self) -> None:
+        for node in self.upstreams.all:
+            node.progress_cell.put(0.0)  # a state file's is of another boot's monotonic clock
         await self._control.start()
         await self._server.start()
         self._run_beside(self.services.health.watch())

@@ -506,3 +506,15 @@ async def test_a_turn_is_noted_before_done_reaches_its_client(rig):
     assert second.head.get(b"x-ppd-route") == b"local"
     await reader.readuntil(b"0\r\n\r\n")
     assert rig.is_calm()
+
+
+async def test_progress_of_an_earlier_boot_counts_for_nothing(rig, tmp_path):
+    """A state file's instants may lie ahead of this boot's clock, and a hung node would stay in."""
+    await rig.start("R", state_file=tmp_path / "state")
+    rig.router.upstreams.all[0].progress_cell.put(1e12)
+    config = rig.router.config
+    await rig.router.close()
+
+    again = Router(config, load_policy(config), Shared.over(make_buffer(config), config, 0))
+    async with again:
+        assert again.upstreams.all[0].progress_cell.get() < 1e12
