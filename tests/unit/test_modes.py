@@ -35,6 +35,8 @@ ATTACH = ("--backend", "attach", "--node", "R=http://127.0.0.1:1")
         ((*SWEEP, *ATTACH, "--model", "m"), "--model belongs to --backend sim or vllm"),
         ((*SWEEP, *ATTACH, "--cluster", "c.toml"), "either --cluster cluster.toml or --node"),
         ((*SWEEP, "--backend", "cloud", "--tp", "2"), "unknown backend 'cloud'"),
+        ((*SWEEP, "--slo-tpot", "inf"), "--slo-tpot is inf; give a finite number"),
+        ((*SWEEP, "--stop-width", "inf"), "--stop-width is inf; give a finite number"),
         ((*SWEEP, "--resume"), "--resume continues the run in -o"),
         ((*UP, *SIM, "--device", "cpu"), "--device belongs to --backend vllm"),
         ((*UP, *SIM, "--lease", "30"), "--lease belongs to --backend vllm"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from ppdbench.cli.cluster import launch_options
 from ppdbench.cli.modes import DEVICES_OF, refuse_elsewhere, typed_options
 from ppdbench.cli.output import command, if_interrupted, say, show, show_json
+from ppdbench.core.errors import UsageError
 
 if TYPE_CHECKING:
     from ppdbench.cluster.contract import ClusterSpec
@@ -128,6 +130,7 @@ def sweep(
     from ppdbench.runs.aggregate import Limits
 
     _check(typed_options(context), backend, device)
+    _check_finite(slo_ttft=slo_ttft, slo_tpot=slo_tpot, stop_width=stop_width)
     choice = Choice(
         grid=grid,
         backend=backend,
@@ -166,6 +169,13 @@ def _check(typed: set[str], backend: str, device: str) -> None:
     check_backend(backend)
     refuse_elsewhere(typed, BACKENDS_OF, "backend", backend)
     refuse_elsewhere(typed, DEVICES_OF, "device", device)
+
+
+def _check_finite(**options: float | None) -> None:
+    """A manifest is JSON, which has no infinity."""
+    for name, value in options.items():
+        if value is not None and not isfinite(value):
+            raise UsageError(f"--{name.replace('_', '-')} is {value}; give a finite number")
 
 
 def _cluster(path: Path | None, nodes: list[str]) -> ClusterSpec | None:

@@ -89,6 +89,11 @@ class Responder:
         self.on_writable: Callable[[], None] | None = None
 
     @property
+    def chunked(self) -> bool:
+        """Whether the client understands chunks; one that speaks HTTP/1.0 does not."""
+        return self._chunked
+
+    @property
     def congested(self) -> bool:
         """Whether the client reads more slowly than we write."""
         return self._connection.congested
@@ -204,6 +209,7 @@ class _ServerConnection(asyncio.Protocol):
         self._responder: Responder | None = None
         self._at_s = 0.0
         self._refused = 0
+        self._taking = False
         self.congested = False
         self._reset()
 
@@ -227,13 +233,23 @@ class _ServerConnection(asyncio.Protocol):
         """The answer under way is whole: take the next request, or close."""
         self._responder = None
         if not keep_alive:
+            self._waiting.clear()
             if self._transport is not None:
                 self._transport.close()
-        elif self._waiting:
+        elif not self._taking:
+            self._taking = True
+            try:
+                self._take_waiting()
+            finally:
+                self._taking = False
+
+    def _take_waiting(self) -> None:
+        """One after the other in a loop, as one read brings hundreds that are answered at once."""
+        while self._waiting and self._responder is None:
             if len(self._waiting) == MAX_PIPELINED and self._transport is not None:
                 self._transport.resume_reading()
             self._handle(*self._waiting.popleft())
-        elif self._refused:
+        if self._refused and self._responder is None:
             self._say_refusal()
 
     # asyncio.Protocol

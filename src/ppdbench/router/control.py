@@ -98,13 +98,17 @@ class ControlPath:
         transport = ReplayTransport(responder, protocol)
         responder.on_gone = lambda: protocol.connection_lost(None)
         protocol.connection_made(transport)
-        protocol.data_received(_rendered(incoming))
+        protocol.data_received(_rendered(incoming, chunked=responder.chunked))
 
 
-def _rendered(incoming: Incoming) -> bytes:
-    """The request again, its body whole, asking for the connection to be closed."""
+def _rendered(incoming: Incoming, *, chunked: bool) -> bytes:
+    """The request again, its body whole, asking for the connection to be closed.
+
+    Not ``chunked`` it is HTTP/1.0, so that its answer has no chunks and it needs no ``Host``.
+    """
+    version = "1.1" if chunked else "1.0"
     drop = (b"connection", b"transfer-encoding", b"content-length", b"expect", b"upgrade")
-    lines = [f"{incoming.method} {incoming.target} HTTP/1.1".encode("latin-1")]
+    lines = [f"{incoming.method} {incoming.target} HTTP/{version}".encode("latin-1")]
     lines += [name + b": " + value for name, value in incoming.headers if name not in drop]
     lines += [b"connection: close", b"content-length: %d" % len(incoming.body)]
     return b"\r\n".join(lines) + b"\r\n\r\n" + incoming.body

@@ -229,8 +229,10 @@ class NamedChat:
             return None
         if note.check == self._check(self._last_answer):
             return Found(note, Place.CONTINUES)
-        repeats = note.check == self._whole_check()
-        return Found(note, Place.REPEATS if repeats else Place.DIFFERS)
+        if note.check == self._whole_check():
+            return Found(note, Place.REPEATS)
+        # A first turn has no past: some clients send one name for all their users.
+        return None if self.turn == 1 else Found(note, Place.DIFFERS)
 
     def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
         check = self._whole_check()

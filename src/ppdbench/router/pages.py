@@ -157,7 +157,7 @@ class Pages:
 
     def _request(self, node: Upstream, request: web.Request, body: bytes) -> Request:
         raw = tuple((name.lower(), value) for name, value in request.raw_headers)
-        keep = not self._services.config.client_keys
+        keep = self._services.keep_authorization
         headers = _pairs(request_lines(raw, keep_authorization=keep))
         return Request(request.method, request.raw_path, node.authorization_pair + headers, body)
 

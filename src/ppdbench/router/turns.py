@@ -74,6 +74,13 @@ class Services:
     held: HeldByConversation = field(default_factory=lambda: HeldByConversation(HELD_LIMIT))
     turns: set[TurnInFlight] = field(default_factory=set)
     clock_offset_s: float = field(default_factory=lambda: time.time() - time.monotonic())
+    keep_authorization: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """A client's key goes on only where neither the router nor a node has keys of its own."""
+        nodes = self.config.cluster.nodes
+        own = self.config.client_keys or any(node.api_key_env for node in nodes)
+        self.keep_authorization = not own
 
 
 class HeldByConversation:
@@ -171,7 +178,7 @@ class TurnInFlight:
         services.turns.add(self)
         services.metrics.in_flight.add()
         self._responder.on_gone = self._client_gone
-        keep = not services.config.client_keys
+        keep = services.keep_authorization
         self._headers = request_lines(self._incoming.headers, keep_authorization=keep)
         try:
             self._body = parse_body(self._incoming.body)
@@ -389,6 +396,7 @@ class TurnInFlight:
         except NoNodeError:
             return False
         self._retried = True
+        self._pull_from = None  # an offer stands once, and its home may be the one that broke
         self._services.metrics.board.add("retries")
         self._release(plan.home)
         self._plan = plan

@@ -113,6 +113,9 @@ def _of_base(
 ) -> Iterator[Cell]:
     left_out.barred += barred(runs, (*pairing.remote, *pairing.local))
     for work in _compared(runs, pairing, left_out.unpaired):
+        if not work.compared.has_later_turns:
+            left_out.thin.append(work.place)
+            continue
         for cell in _cells(work, rule):
             if _thin(cell, rule):
                 left_out.thin.append(work.place)

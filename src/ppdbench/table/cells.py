@@ -39,6 +39,14 @@ class Compared:
     def repeats(self) -> int:
         return len({(p.run.digest, p.point["repeat"]) for p in self.remote})
 
+    @property
+    def has_later_turns(self) -> bool:
+        """Without one on either side nothing says which lengths a cell would stand for."""
+        groups = [p.point["turn2plus"] for p in (*self.remote, *self.local)]
+        return all(
+            any((group[name] or {}).get("mean") is not None for group in groups) for name in LENGTHS
+        )
+
     def seed(self, *names: object) -> int:
         return seed_for(
             0, "table", self.pairing.base, self.first.point["workload"], self.rate_per_s, *names

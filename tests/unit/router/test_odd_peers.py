@@ -12,6 +12,7 @@ import orjson
 import pytest
 
 from ppdbench.cluster.contract import cluster_from_options
+from ppdbench.cluster.nixl import prefill_body
 from ppdbench.core.errors import UsageError
 from ppdbench.http.client import Pool
 from ppdbench.http.messages import Origin, Request
@@ -518,3 +519,83 @@ async def test_progress_of_an_earlier_boot_counts_for_nothing(rig, tmp_path):
     again = Router(config, load_policy(config), Shared.over(make_buffer(config), config, 0))
     async with again:
         assert again.upstreams.all[0].progress_cell.get() < 1e12
+
+
+async def test_hundreds_that_are_refused_at_once_wait_behind_a_turn(rig):
+    """One read brings them all; each has its answer, and nothing stays in flight."""
+    await rig.start("P", "D")
+    reader, writer = await rig.connected()
+    body = orjson.dumps({"messages": USER})
+    turn = b"POST %b HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (CHAT.encode(), len(body), body)
+    count = 600
+
+    writer.write(turn + b"POST /v1/completions HTTP/1.1\r\ncontent-length: 0\r\n\r\n" * count)
+    async with asyncio.timeout(10):
+        for _ in range(count):
+            await reader.readuntil(b"HTTP/1.1 400 ")
+
+    assert rig.is_calm()
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/embeddings"])
+async def test_a_client_of_http_1_0_gets_no_chunks_and_names_no_host(rig, path):
+    """As a balancer's health check asks; what passes through comes as the node said it."""
+    await rig.start("P", "D")
+    reader, writer = await rig.connected()
+
+    writer.write(b"GET %b HTTP/1.0\r\n\r\n" % path.encode())
+    head, _, body = (await asyncio.wait_for(reader.read(-1), 5)).partition(b"\r\n\r\n")
+
+    assert head.split(b" ")[1] == b"200"
+    assert b"chunked" not in head.lower()
+    assert body == (b"" if path == "/health" else rig.says["D"])
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
+async def test_a_node_with_a_key_of_its_own_gets_that_alone(monkeypatch, path):
+    """Clients always send some key; it is not the node's to see, nor a second one to refuse."""
+    monkeypatch.setenv("KEY_OF_R", "of-the-node")
+    seen = []
+
+    def answer(incoming, responder):
+        if incoming.method == "POST":
+            seen.append([value for name, value in incoming.headers if name == b"authorization"])
+        responder.send(200, orjson.dumps(ANSWER), ((b"content-type", b"application/json"),))
+
+    async with AsyncExitStack() as stack:
+        node = await stack.enter_async_context(Server(answer))
+        cluster = cluster_from_options([f"R={node.url}"])
+        keyed = tuple(replace(one, api_key_env="KEY_OF_R") for one in cluster.nodes)
+        cluster = replace(cluster, nodes=keyed)
+        config = RouterConfig(cluster=cluster, policy="local", port=0, max_notes=1024)
+        shared = Shared.over(make_buffer(config), config, 0)
+        router = await stack.enter_async_context(Router(config, load_policy(config), shared))
+        pool = Pool()
+        stack.push_async_callback(pool.close)
+        key = ((b"authorization", b"Bearer EMPTY"),)
+        request = Request.json(path, {"messages": USER}, key)
+        await pool.fetch(Origin.parse(router.url), request, timeout_s=5)
+
+    assert seen == [[b"Bearer of-the-node"]]
+
+
+async def test_a_pull_is_not_asked_for_again_when_its_home_broke(bench_for, monkeypatch):
+    """What the broken D offered can no longer be read: P computes the retry itself."""
+    pulls = []
+
+    def spied(body, pull_from):
+        pulls.append(pull_from is not None)
+        return prefill_body(body, pull_from)
+
+    monkeypatch.setattr("ppdbench.router.turns.prefill_body", spied)
+    bench = await bench_for("1P_2D", policy="pull")
+    body = {"model": "fake", "max_tokens": 24, "return_token_ids": True}
+    prompt = list(range(100, 200))
+    first = await bench.post("/v1/completions", body | {"prompt": prompt})
+    longer = [*prompt, *first.json()["choices"][0]["token_ids"], 7, 8, 9]
+    bench.engines[first.node]._faults = lambda _: Fault(FaultKind.CLOSE)
+
+    second = await bench.post("/v1/completions", body | {"prompt": longer})
+
+    assert (second.status, second.route, second.reason) == (200, "remote", "retry")
+    assert pulls == [False, True, False]

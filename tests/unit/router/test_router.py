@@ -48,6 +48,18 @@ async def test_completions_by_token_ids_are_turns_of_one_conversation(bench_for,
     assert (second.route, second.node) == ("local", first.node)
 
 
+async def test_one_cache_key_for_many_users_does_not_pin_them_to_one_node(bench_for):
+    """Some clients send one key per application: a first turn under a known name is a new one."""
+    bench = await bench_for("1P_2D", policy="local")
+    nodes = []
+    for user in range(6):
+        messages = [{"role": "user", "content": f"user {user} asks something of its own"}]
+        body = {"model": "fake", "max_tokens": 4, "messages": messages, "prompt_cache_key": "app"}
+        nodes.append((await bench.post("/v1/chat/completions", body)).node)
+
+    assert sorted(nodes) == ["d0"] * 3 + ["d1"] * 3
+
+
 async def test_a_stream_is_passed_on_byte_for_byte(bench_for):
     """Streaming through the router gives the bytes that the engine alone gives."""
     bench = await bench_for("1R", policy="local")

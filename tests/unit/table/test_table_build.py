@@ -395,3 +395,23 @@ def test_a_base_without_p_and_d_is_refused():
     """Replicas have nothing to compare; they enter beside a base."""
     with pytest.raises(UsageError, match="4R"):
         build_table([run([point("roles", 0.1, topology="4R")])], ["4R"], Rule())
+
+
+def nowhere(policy, workload="single", **changes):
+    """A point whose conversations never came to a later turn: its lengths are unknown."""
+    empty = {name: stats(None) for name in ("ttft_s", "tpot_s", *GROUP)}
+    group = {"n": 0, **empty}
+    return point(policy, 0.1, workload=workload, turn2plus=group, **changes)
+
+
+def test_a_place_without_later_turns_is_left_out():
+    """One-turn conversations, or later turns that failed everywhere, have no place in a table."""
+    there = [point("remote", 0.3), point("local", 0.1)]
+    built = build(run([*there, nowhere("remote"), nowhere("local", success=0.5)]))
+    assert [cell.workload for cell in built.table.cells] == ["w"]
+    assert built.thin == [("single", 2.0)]
+
+
+def test_runs_without_any_later_turn_make_no_table():
+    with pytest.raises(NothingUsableError, match="1 have too few samples"):
+        build(run([nowhere("remote"), nowhere("local")]))
