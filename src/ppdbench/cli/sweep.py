@@ -187,8 +187,6 @@ def _cluster(path: Path | None, nodes: list[str]) -> ClusterSpec | None:
 def _folder(out: Path | None, grid: str, *, resume: bool) -> Path:
     import time
 
-    from ppdbench.core.errors import UsageError
-
     if out is not None:
         return out
     if resume:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import resource
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 
 from ppdbench.cluster.contract import ClusterSpec
 from ppdbench.core.conversation import Arrival
+from ppdbench.http.files import raise_file_limit
 from ppdbench.load.proving import path_facts, read, read_settled
 from ppdbench.load.share import Done, Progress, Share, Task
 from ppdbench.load.split import processes_for, run_split, split
@@ -95,13 +95,6 @@ def _processes(task: Task, settings: LiveSettings) -> int:
     if settings.turns.max_hand_offs is not None:
         return 1
     return settings.processes or processes_for(task.arrivals, task.users)
-
-
-def raise_file_limit() -> None:
-    """No connection cap of ours, so no low one of the shell's either."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import resource
 import signal
 import socket
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from mmap import mmap
 import uvloop
 
 from ppdbench.core.errors import EngineError
+from ppdbench.http.files import raise_file_limit
 from ppdbench.policy.base import Policy
 from ppdbench.router.config import RouterConfig
 from ppdbench.router.policies import Tables, check_policy, load_policy
@@ -34,18 +34,12 @@ def run(config: RouterConfig, ready: Callable[[str], None]) -> None:
     shadow = Tables(config).shadow()
     for warning in asyncio.run(check_policy(policy if shadow is None else shadow, config)):
         log.warning("%s", warning)
-    _raise_file_limit()
+    raise_file_limit()
     buffer = make_buffer(config)
     if config.workers == 1:
         _work(config, policy, buffer, 0, ready)
     else:
         _Crew(config, policy, buffer, ready).work()
-
-
-def _raise_file_limit() -> None:
-    """A turn takes two connections; out of files, living nodes would seem dead."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _work(
