@@ -132,6 +132,7 @@ def test_a_d_that_prefills_for_itself_leaves_the_path_unproven(run):
     assert "path_unproven" in points["remote"]["validity"]
 
 
+@pytest.mark.slow
 def test_a_slowed_client_is_client_limited(run, monkeypatch):
     """Each decision holds the client's loop up for 15 ms; the same sweep without it is clean."""
     honest = live.policy_of
@@ -270,6 +271,7 @@ def test_an_attached_cluster_whose_nodes_do_not_reach_each_other_is_told_so(run,
         run(Attaching(cluster.spec))
 
 
+@pytest.mark.slow
 def test_a_point_over_its_time_fails_with_that_cause(run):
     """A hanging engine costs the point its limit, not the sweep its life."""
 

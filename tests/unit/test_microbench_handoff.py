@@ -89,6 +89,7 @@ def test_the_simulators_own_hop_is_measured_back(connector):
     assert found["failed_turns"] == 0
 
 
+@pytest.mark.slow
 async def test_the_ways_run_over_http_on_a_pair():
     """Remote goes through P, local and one node do not, and each says what was cached."""
     service = Service(first_token_s=0.004, per_token_s=0.001)

@@ -54,6 +54,7 @@ def ppd(*arguments, **environment):
     )
 
 
+@pytest.mark.slow
 def test_equal_sweeps_are_equal_bytes_whatever_the_hash_seed_and_the_processes(grid, tmp_path):
     """One process here against two workers of another interpreter with another hash seed."""
     sweep(backend(grid), tmp_path / "here")
@@ -238,6 +239,7 @@ def test_repeats_stop_where_the_means_are_known(grid, tmp_path):
         sweep(backend(grid), tmp_path / "wide", resume=True)
 
 
+@pytest.mark.slow
 def test_a_stopped_sweep_has_the_same_bytes_on_any_number_of_processes(grid, tmp_path):
     """Only earlier repeats decide, not the order in which points finish."""
     grid.write_text(GRID.replace("repeats = 2", "repeats = 6"))

@@ -80,6 +80,7 @@ def test_a_program_that_ignores_sigterm_is_killed(launched):
     assert child.wait(timeout=5) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_children_of_a_dead_leader_are_ended_too(launched):
     """An engine that crashed leaves workers; they are in its session."""
     child, leader = launched(WITH_CHILD)
@@ -183,6 +184,7 @@ def owner(tmp_path, argv, *, detach=False, linger=60):
     return process, Started(int(pid), int(ticks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nodes_die_with_their_owner_however_it_ends(tmp_path, number):
     """Even kill -9 leaves nothing, the node's children included."""
