@@ -69,13 +69,16 @@ async def eventually(holds, within_s):
     return True
 
 
-async def metric(node, name):
-    """The sum of a metric's series whose line begins with ``name``."""
+async def fetch(node, method, path):
+    """The node's whole answer, over a connection of its own."""
     pool = Pool()
     try:
-        request = Request("GET", "/metrics")
-        answer = await pool.fetch(Origin.parse(node.url), request, timeout_s=30)
+        return await pool.fetch(Origin.parse(node.url), Request(method, path), timeout_s=30)
     finally:
         await pool.close()
-    lines = answer.body.decode().splitlines()
+
+
+async def metric(node, name):
+    """The sum of a metric's series whose line begins with ``name``."""
+    lines = (await fetch(node, "GET", "/metrics")).body.decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))

@@ -7,13 +7,11 @@ import time
 from contextlib import asynccontextmanager
 
 import pytest
-from tests.live.routed import ask, eventually, fresh_prompt, routing
+from tests.live.routed import ask, eventually, fetch, fresh_prompt, routing
 
 from ppdbench.cluster.launch import LaunchOptions, launch
 from ppdbench.cluster.vllm_args import Device
 from ppdbench.core.topology import Topology
-from ppdbench.http.client import Pool
-from ppdbench.http.messages import Origin, Request
 
 BLOCKS = 24
 """Of 128 tokens."""
@@ -60,12 +58,7 @@ async def clear(node):
     """By vLLM's own call; it wants all blocks free, which they are a step after the last turn."""
 
     async def cleared():
-        pool = Pool()
-        try:
-            request = Request("POST", "/reset_prefix_cache")
-            answer = await pool.fetch(Origin.parse(node.url), request, timeout_s=30)
-        finally:
-            await pool.close()
+        answer = await fetch(node, "POST", "/reset_prefix_cache")
         return answer.json() == {"success": True}
 
     assert await eventually(cleared, 20)
