@@ -87,7 +87,7 @@ async def test_an_evicted_conversation_is_cold_and_a_later_one_stays_home(small_
     assert at_home.get(b"x-ppd-route") == b"local"
     assert usage["prompt_tokens_details"]["cached_tokens"] >= 512
     assert (cold.get(b"x-ppd-route"), cold.get(b"x-ppd-reason")) == (b"remote", b"cold")
-    assert d0.loss_until_s.get() == 0.0, "a turn was lost"
+    assert d0.lost_s.get() == 0.0, "a turn was lost"
     assert gaps == 0
 
 

@@ -48,9 +48,6 @@ _SEVERAL_FIELDS = frozenset(
 )
 """A body without any of these, as most chats are, asks for one answer to one prompt."""
 
-LOSS_MEMORY_S = 30.0
-"""A node found evicting is taken to have lost what lay unused as long, for this time."""
-
 
 class NoNodeError(Exception):
     """No living node can take the turn; the text says which kind is missing."""
@@ -133,7 +130,7 @@ class Chooser:
         speaker = self._identify(body, session_id)
         if speaker.found is None:
             self._rate.count(now_s)
-        home, holds_kv = self._home(speaker.found, now_s)
+        home, holds_kv = self._home(speaker.found)
         moved = holds_kv and self._overloaded(home)
         if moved:
             home, holds_kv = self._calmest(), False
@@ -188,7 +185,7 @@ class Chooser:
         )
         history.leave(self.memory, note, answer)
 
-    def learn(self, plan: Plan, body: Mapping[str, Any], counted: Counted, now_s: float) -> None:
+    def learn(self, plan: Plan, body: Mapping[str, Any], counted: Counted) -> None:
         """Correct the estimates, and what is thought of the home's cache, by what was counted."""
         estimates = self.estimates(body)
         if counted.output_tokens:
@@ -202,7 +199,7 @@ class Chooser:
             tokens = counted.prompt_tokens - (held.context_tokens if held else 0)
             estimates.learn_ratio(characters, tokens)
         if held is not None and plan.decision.route is Route.LOCAL:
-            self._learn_residency(plan.home, held, counted.cached_tokens, now_s)
+            _learn_residency(plan.home, held, counted.cached_tokens)
 
     def _identify(self, body: Mapping[str, Any], session_id: bytes | None) -> Speaker:
         explicit = explicit_key(session_id, body)
@@ -217,7 +214,7 @@ class Chooser:
             name = f"{conversation:016x}"
         return Speaker(conversation, name, _turn(history, found), history, found)
 
-    def _home(self, found: Found | None, now_s: float) -> tuple[Upstream, bool]:
+    def _home(self, found: Found | None) -> tuple[Upstream, bool]:
         """The home and whether it holds the conversation's KV as far as anybody knows."""
         if found is None or found.note.flags & SPLIT:
             return self._place(()), False
@@ -226,7 +223,7 @@ class Chooser:
         if home is None or not home.alive:
             return self._place(()), False
         known = found.place is not Place.DIFFERS and home.epoch == note.epoch
-        return home, known and not _evicted(home, note, now_s)
+        return home, known and not _evicted(home, note)
 
     def _overloaded(self, home: Upstream) -> bool:
         """Whether ``home`` runs far more than its share, so that its conversations may move."""
@@ -281,29 +278,26 @@ class Chooser:
             key=f"{speaker.name}/{speaker.turn}",
         )
 
-    def _learn_residency(
-        self, home: Upstream, note: Note, cached_tokens: int | None, now_s: float
-    ) -> None:
-        """By the last question alone: as text, an answer may come back as other tokens."""
-        asked_tokens = note.context_tokens - note.answer_tokens
-        if cached_tokens is None or asked_tokens < JUDGED_FROM_TOKENS:
-            return
-        if cached_tokens >= LOST_SHARE * asked_tokens:
-            return
-        home.loss_idle_s.put(max(0.0, now_s - note.used_s))
-        home.loss_until_s.put(now_s + LOSS_MEMORY_S)
 
+def _learn_residency(home: Upstream, note: Note, cached_tokens: int | None) -> None:
+    """A loss shows that all KV last used no later than the note's is gone, and of no other.
 
-def _evicted(home: Upstream, note: Note, now_s: float) -> bool:
-    """Whether the node is known to have lost KV that was last used no earlier than this note's.
-
-    By its KV events, which say it for good, or by what an answer lately counted as cached.
+    So what the node computed since, or after a restart, is trusted, whenever the loss is seen.
+    Judged by the last question alone: as text, an answer may come back as other tokens.
     """
-    if note.used_s <= home.gone_s.get():
-        return True
-    if now_s >= home.loss_until_s.get():
-        return False
-    return now_s - note.used_s >= home.loss_idle_s.get()
+    asked_tokens = note.context_tokens - note.answer_tokens
+    if cached_tokens is None or asked_tokens < JUDGED_FROM_TOKENS:
+        return
+    if cached_tokens < LOST_SHARE * asked_tokens and note.used_s > home.lost_s.get():
+        home.lost_s.put(note.used_s)
+
+
+def _evicted(home: Upstream, note: Note) -> bool:
+    """Whether KV last used no earlier than this note's is known to be gone.
+
+    By the node's KV events, or by what an answer counted as cached.
+    """
+    return note.used_s <= home.gone_s.get() or note.used_s <= home.lost_s.get()
 
 
 def _turn(history: History | None, found: Found | None) -> int:

@@ -14,13 +14,14 @@ from ppdbench.http.messages import Headers, Origin
 from ppdbench.router.board import Board, Common, Tally
 
 PER_NODE = (
-    "running", "prefill_tokens", "requests", "failures", "epoch", "loss_idle_s", "loss_until_s",
-    "gone_s", "kv_next", "kv_connected", "progress_s",
+    "running", "prefill_tokens", "requests", "failures", "epoch", "lost_s", "gone_s", "kv_next",
+    "kv_connected", "progress_s",
 )  # fmt: skip
 """Board values of each node; from ``epoch`` on all workers share one.
 
-``failures`` are broken connections. What KV events told: turns that ended by ``gone_s`` have left
-no KV; ``kv_next`` is the next batch's number, 0 before the first; ``kv_connected`` is 0 or 1.
+``failures`` are broken connections. Turns that ended by ``lost_s`` have left no KV, as an answer's
+cached tokens showed. What KV events told: turns that ended by ``gone_s`` have left none either;
+``kv_next`` is the next batch's number, 0 before the first; ``kv_connected`` is 0 or 1.
 ``progress_s`` is when the node last sent bytes to any worker, by the machine's monotonic clock.
 """
 
@@ -51,8 +52,7 @@ class Upstream:
     requests: Tally
     failures: Tally
     epoch_cell: Common
-    loss_idle_s: Common
-    loss_until_s: Common
+    lost_s: Common
     gone_s: Common
     kv_next: Common
     kv_connected: Common
@@ -132,8 +132,7 @@ def _upstream(at: int, node: Node, board: Board, pool: Pool) -> Upstream:
         requests=board.tally(f"requests:{node.name}"),
         failures=board.tally(f"failures:{node.name}"),
         epoch_cell=board.common(f"epoch:{node.name}"),
-        loss_idle_s=board.common(f"loss_idle_s:{node.name}"),
-        loss_until_s=board.common(f"loss_until_s:{node.name}"),
+        lost_s=board.common(f"lost_s:{node.name}"),
         gone_s=board.common(f"gone_s:{node.name}"),
         kv_next=board.common(f"kv_next:{node.name}"),
         kv_connected=board.common(f"kv_connected:{node.name}"),

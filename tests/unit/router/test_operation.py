@@ -212,7 +212,7 @@ async def test_a_state_file_outlives_a_restart(bench_for, tmp_path):
 
 
 async def test_a_home_that_evicts_is_not_trusted_for_as_old_turns(bench_for):
-    """An answer with nothing cached shows what D has lost; older turns are cold for a while."""
+    """An answer with nothing cached shows what D has lost; turns that ended earlier are cold."""
     bench = await bench_for("1P_1D", policy="local")
     openings = [[{"role": "user", "content": f"{name} " * 400}] for name in ("one", "two")]
     talks = []
@@ -221,9 +221,33 @@ async def test_a_home_that_evicts_is_not_trusted_for_as_old_turns(bench_for):
         talks.append([*opening, answer, {"role": "user", "content": "go on"}])
     assert bench.engines["d0"].reset_prefix_cache()
 
-    lost, cold = [await bench.chat(messages) for messages in talks]
+    lost, cold = [await bench.chat(messages) for messages in reversed(talks)]
 
     assert (lost.route, cold.route, cold.reason) == ("local", "remote", "cold")
+
+
+async def test_what_was_computed_after_a_loss_is_trusted_however_late_the_loss_is_seen(bench_for):
+    """After a fast restart a turn in the air finds nothing: that says nothing of younger KV."""
+    bench = await bench_for("1P_1D", policy="local")
+    old = await talk_of(bench, "old")
+    assert bench.engines["d0"].reset_prefix_cache()
+    bench.router.services.clock_offset_s += 10
+    young = await talk_of(bench, "young")
+    lost = await bench.chat(old)
+    bench.router.services.clock_offset_s += 20
+
+    again = await bench.chat(young)
+
+    assert lost.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert (again.route, again.reason) == ("local", "policy")
+    assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 256
+
+
+async def talk_of(bench, name):
+    """A conversation that is long enough to be judged, with its second question."""
+    opening = {"role": "user", "content": f"{name} " * 400}
+    answer = assistant(await bench.chat([opening]))
+    return [opening, answer, {"role": "user", "content": "go on"}]
 
 
 async def test_an_answer_that_comes_back_as_other_tokens_is_no_eviction(bench_for):
