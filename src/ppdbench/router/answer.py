@@ -25,6 +25,10 @@ _PARSED = re.compile(rb'"(?:tool_calls|token_ids)"')
 """Only events with these need to be understood to know the answer."""
 
 _USAGE = b'"usage"'
+_DONE_ALONE = (b"data: [DONE]", b"data:[DONE]")
+_ENDS = (b"\ndata: [DONE]", b"\ndata:[DONE]", b'"finish_reason":"', b'"finish_reason": "')
+"""What says that an answer is over. In a JSON string there is no bare newline and no bare quote."""
+
 _BATCH_BYTES = 16_384
 
 
@@ -83,9 +87,14 @@ def without_usage(data: bytes) -> bytes:
 
 
 class StreamReader:
-    """Collects a stream's answer in batches, so that a long one is not held in raw bytes."""
+    """Collects a stream's answer in batches, so that a long one is not held in raw bytes.
 
-    __slots__ = ("_field", "_ids", "_raw", "_raw_bytes", "_text", "_tools", "counted")
+    ``ended`` says, after :meth:`end`, whether the stream said that it was over: by ``[DONE]``, or
+    by a finish reason, as some engines leave it at that. One that just stops may lack some text.
+    """
+
+    __slots__ = ("_field", "_ids", "_raw", "_raw_bytes", "_text", "_tools", "counted",
+                 "ended")  # fmt: skip
 
     def __init__(self, field: str) -> None:
         self._field = field
@@ -95,6 +104,7 @@ class StreamReader:
         self._tools: list[str] = []
         self._ids: list[Any] = []
         self.counted = NOTHING
+        self.ended = False
 
     def feed(self, data: bytes) -> None:
         """Whole events."""
@@ -115,6 +125,7 @@ class StreamReader:
         self._raw.clear()
         self._raw_bytes = 0
         self._text += _TEXT[self._field].findall(data)
+        self.ended = self.ended or _says_end(data)
         if _PARSED.search(data):
             for event in events(data):
                 self._take(_parsed(event))
@@ -136,6 +147,10 @@ class StreamReader:
             usage = _parsed(event).get("usage")
             if isinstance(usage, dict):
                 self.counted = read_usage(usage)
+
+
+def _says_end(data: bytes) -> bool:
+    return data.startswith(_DONE_ALONE) or any(mark in data for mark in _ENDS)
 
 
 def read_whole(body: bytes) -> tuple[Answer, Counted]:

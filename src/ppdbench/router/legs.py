@@ -90,7 +90,7 @@ class AnswerLeg:
     Nothing reaches the client before the first byte of a body has come, so until ``began`` the
     turn may be tried elsewhere. ``first_at_s`` and ``last_at_s`` are the reads that brought the
     first and the last token. ``strip_usage`` withholds the counts that only the router asked for.
-    ``failed_inside`` says that the node told of an error in the stream.
+    ``failed_inside`` says that the node told of an error in the stream, or just stopped.
     """
 
     __slots__ = (
@@ -240,6 +240,7 @@ class AnswerLeg:
         assert self._reader is not None
         self.answer = self._reader.end()
         self.counted = self._reader.counted
+        self.failed_inside |= self.status == 200 and not self._reader.ended
         self._owner.known()
 
     def _send_whole(self, at_s: float) -> None:

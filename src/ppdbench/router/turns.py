@@ -201,6 +201,11 @@ class TurnInFlight:
         self._stop()
         self._fail("the node gave no answer in time", "TimeoutError", 504, "timeout")
 
+    def give_up_to_end(self) -> None:
+        """End it, because the router ends."""
+        self._stop()
+        self._fail("the router is shutting down", "ServiceUnavailableError", 503, "broken")
+
     def break_off(self) -> None:
         """End it, unless it has ended, because we failed."""
         if not self.outcome:
@@ -335,7 +340,7 @@ class TurnInFlight:
     def known(self) -> None:
         """The home's answer is here whole: note it before the client can go on from it."""
         leg, plan = self._answer_leg, self._current
-        if leg.status != 200:
+        if leg.status != 200 or leg.failed_inside:
             return
         now_s = leg.at_s + self._services.clock_offset_s
         chooser = self._services.chooser

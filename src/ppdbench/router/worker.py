@@ -29,6 +29,9 @@ from ppdbench.router.wire import error_body
 
 SWEEP_EVERY_S = 0.25
 WATCH_TABLE_EVERY_S = 1.0
+LAST_WORDS_S = 1.0
+"""For the errors of turns that a drain did not wait for, and for the release of their blocks."""
+
 log = logging.getLogger("ppdbench.router")
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Probes need no key."""
@@ -63,6 +66,7 @@ class Router:
         )
         self._keys = tuple(f"Bearer {key}".encode() for key in config.client_keys)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reloading = asyncio.Lock()
         self.draining = False
 
     def __repr__(self) -> str:
@@ -98,10 +102,18 @@ class Router:
         self._shared.receipts.close()
 
     async def drain(self) -> None:
-        """Take no new turn and wait until every client has its answer, at most ``drain_s``."""
+        """Take no new turn and wait until every client has its answer, at most ``drain_s``.
+
+        Turns that are still under way then end with an error that says so.
+        """
         self.draining = True
         self._server.stop_listening()
         until_s = time.monotonic() + self.config.drain_s
+        while self._server.busy and time.monotonic() < until_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        for turn in tuple(self.services.turns):
+            turn.give_up_to_end()
+        until_s = time.monotonic() + LAST_WORDS_S
         while self._server.busy and time.monotonic() < until_s:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
@@ -147,7 +159,14 @@ class Router:
                 turn.give_up()
 
     async def reload(self) -> None:
-        """Take the table anew, whole or not at all; a bad file keeps the one in use."""
+        """Take the table anew, whole or not at all; a bad file keeps the one in use.
+
+        One after the other, so that the last to be asked for has read the newest file.
+        """
+        async with self._reloading:
+            await self._reload()
+
+    async def _reload(self) -> None:
         board = self.services.metrics.board
         self._tables.changed()  # what is read now is no news to the watch
         try:

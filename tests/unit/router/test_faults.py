@@ -446,6 +446,24 @@ async def test_a_clients_own_hand_off_parameters_never_reach_a_node(bench_for):
     assert seen[0].kv_transfer_params is None
 
 
+async def test_at_the_end_of_a_drain_each_client_hears_why(bench_for):
+    """503 before the first byte, an error event behind it, and P's blocks are given back."""
+    slow = lambda asked: Service(0.0 if asked.stream else 30.0, 30.0)  # noqa: E731
+    engine = lambda name: {"service": slow} if name == "d0" else {}  # noqa: E731
+    bench = await bench_for("1P_1D", policy="remote", engine=engine, drain_s=0.2)
+    asked = [asyncio.create_task(bench.chat(USER, stream=stream)) for stream in (False, True)]
+    await until(lambda: bench.engines["d0"].running == 2)
+
+    await bench.router.drain()
+    whole, stream = await asyncio.gather(*asked)
+
+    assert (whole.status, whole.json()["error"]["code"]) == (503, 503)
+    assert "shutting down" in whole.json()["error"]["message"]
+    assert (stream.status, stream.events()[-1]["error"]["code"]) == (200, 503)
+    assert b"[DONE]" not in stream.body
+    await until(lambda: bench.total("in_flight") == 0 and not bench.engines["p0"].held)
+
+
 async def test_draining_finishes_what_runs_and_takes_nothing_new(bench_for):
     """SIGTERM's way out: open turns end, a new one on an open connection gets 503."""
     engine = lambda _: {"service": Service(first_token_s=0.3)}  # noqa: E731

@@ -357,6 +357,7 @@ def test_several_workers_share_a_port_that_has_a_number():
 
 STREAM = ((b"content-type", b"text/event-stream"),)
 EVENT = b'data: {"choices":[{"delta":{"content":"%b"}}]}\n\n' % (b"x" * 1000)
+FINISH = b'data: {"choices":[{"delta":{},"finish_reason": "stop"}]}\n\n'
 
 
 def wire(path: str, document: object, lines: bytes = b"") -> bytes:
@@ -461,6 +462,26 @@ async def test_a_client_chooses_remote_or_local_and_nothing_else(bench_for, wish
     if status == 200:
         assert {reply.reason for reply in replies if reply.node == "r0"} == {"replica"}
         assert {reply.reason for reply in replies if reply.node == "d0"} == {"override"}
+
+
+@pytest.mark.parametrize("ends", [b"", b"data: [DONE]\n\n", FINISH, FINISH + b"data: [DONE]\n\n"])
+async def test_a_stream_that_just_stops_is_no_good_outcome(rig, ends):
+    """Its bytes pass as they are, but only one that says it is over is counted, noted and learned.
+
+    Some engines leave it at a finish reason.
+    """
+    await rig.start("P", "D")
+    said = EVENT * 200 + ends
+    rig.says["D"] = lambda responder: (responder.start(200, STREAM), responder.end(said))
+
+    reply = await rig.chat(stream=True)
+
+    board, receipts = rig.router.services.metrics.board, rig.router.services.receipts
+    outcome = "ok" if ends else "broken"
+    assert reply.body == said
+    assert board.total(f"outcome:{outcome}") == 1
+    assert receipts.latest(1)[0]["outcome"] == outcome
+    assert bool(rig.router.services.chooser.memory.used()) == bool(ends)
 
 
 async def test_progress_at_one_worker_counts_at_all():

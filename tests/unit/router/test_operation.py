@@ -78,6 +78,29 @@ async def test_a_changed_table_is_taken_and_a_bad_one_is_not(bench_for, tmp_path
     assert (bench.total("reloads"), bench.total("reloads_failed")) == (1, 1)
 
 
+async def test_of_two_reloads_at_once_the_newest_file_wins(bench_for, tmp_path):
+    """However slowly a node answers the first one's question."""
+    path = tmp_path / "t.json"
+    a_table(path, local=True)
+    bench = await bench_for("1P_1D", policy=f"table:{path}")
+    first = await bench.chat(USER)
+    routes = bench.engines["d0"]._shell._routes
+    models, loop, asked = routes["/v1/models"], asyncio.get_running_loop(), []
+
+    def answer_the_first_late(incoming, responder):
+        asked.append(incoming)
+        loop.call_later(0.3 if len(asked) == 1 else 0.0, models, incoming, responder)
+
+    routes["/v1/models"] = answer_the_first_late
+    older = asyncio.create_task(bench.router.reload())
+    await until(lambda: asked)
+    a_table(path, local=False)
+    await asyncio.gather(older, bench.router.reload())
+
+    assert bench.total("reloads") == 2
+    assert (await bench.chat(follow_up(first))).route == "remote"
+
+
 async def test_a_table_taken_on_demand_is_not_taken_again_by_the_watch(bench_for, tmp_path):
     """One change is one reload, and one sentence in the log where it is bad."""
     path = tmp_path / "t.json"
