@@ -42,16 +42,17 @@ def run(config: RouterConfig, ready: Callable[[str], None]) -> None:
         _Crew(config, policy, buffer, ready).work()
 
 
-def _work(
+def _work(  # noqa: PLR0913, PLR0917  (what a worker is made of)
     config: RouterConfig,
     policy: Policy,
     buffer: mmap,
     worker: int,
     ready: Callable[[str], None],
+    parent: int | None = None,
 ) -> None:
     async def serve() -> None:
         router = Router(config, policy, Shared.over(buffer, config, worker))
-        await serve_until_told(router, ready)
+        await serve_until_told(router, ready, parent)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
@@ -61,7 +62,8 @@ class _Crew:
     """The parent of several workers: forks them, passes signals on, replaces one that dies.
 
     They share the port by ``SO_REUSEPORT`` and the memory by inheritance. A worker that dies
-    before the port was open ends all with its exit code.
+    before the port was open ends all with its exit code. Each holds the reading end of a pipe that
+    the parent alone can write to, so even a parent that is killed does not leave them behind.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class _Crew:
         self._buffer = buffer
         self._ready = ready
         self._pids: dict[int, int] = {}
+        self._life_end, self._life = os.pipe()
         self._stopping = False
 
     def work(self) -> None:
@@ -120,7 +123,8 @@ class _Crew:
         try:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
-            _work(self._config, self._policy, self._buffer, worker, lambda _: None)
+            os.close(self._life)
+            _work(self._config, self._policy, self._buffer, worker, lambda _: None, self._life_end)
             code = 0
         except EngineError as error:
             code = error.exit_code

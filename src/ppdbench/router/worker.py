@@ -193,10 +193,22 @@ def _refuse(responder: Responder, status: int, message: str, kind: str) -> None:
     responder.send(status, error_body(message, kind, status), headers)
 
 
-async def serve_until_told(router: Router, ready: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. ``ready`` gets the URL once the port is open."""
+async def serve_until_told(
+    router: Router, ready: Callable[[str], None], parent: int | None = None
+) -> None:
+    """Serve until SIGTERM or SIGINT, then drain. ``ready`` gets the URL once the port is open.
+
+    A pipe ``parent`` that ends says the same.
+    """
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
+    if parent is not None:
+
+        def orphaned() -> None:
+            loop.remove_reader(parent)
+            told.set()
+
+        loop.add_reader(parent, orphaned)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told.set)
     async with router:

@@ -20,7 +20,7 @@ from ppdbench.cluster.contract import ClusterSpec, cluster_from_options, write_c
 from ppdbench.http.client import Pool
 from ppdbench.http.errors import HttpError
 from ppdbench.http.messages import Origin, Request
-from ppdbench.testing.fake import FakeEngine
+from ppdbench.testing.fake import FakeEngine, Service
 
 from .publisher import CLEARED, Publisher, stored
 from .tables import a_table
@@ -203,6 +203,27 @@ async def test_a_worker_that_dies_is_replaced():
             await answers(port)
             for at in range(10):
                 await chat(port, [asks(at, 1)])
+
+
+async def test_workers_end_with_a_parent_that_is_killed():
+    """Else they would hold the port, ruled by nobody; turns under way are finished."""
+    slow = Service(first_token_s=1.5)
+    async with FakeEngine(service=slow) as r0:
+        port = free_port()
+        options = ("--policy", "roles", f"--node=R={r0.url}", "--workers", "2")
+        async with serving(*options, port=port) as process:
+            await all_listen(port, 2)
+            workers = [psutil.Process(pid) for pid in children_of(process.pid)]
+            asking = asyncio.create_task(chat(port, [asks(0, 1)]))
+            async with asyncio.timeout(20):
+                while not r0.running:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            process.kill()
+            _, seen = await asking
+            gone, alive = await asyncio.to_thread(psutil.wait_procs, workers, timeout=20)
+
+    assert seen["route"] == "replica"
+    assert (len(gone), alive) == (2, [])
 
 
 async def test_sigterm_drains_and_exits_0():
