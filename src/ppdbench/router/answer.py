@@ -24,6 +24,7 @@ _TOKEN = re.compile(
 _PARSED = re.compile(rb'"(?:tool_calls|token_ids)"')
 """Only events with these need to be understood to know the answer."""
 
+_REASONING = re.compile(rb'"reasoning(?:_content)?":\s*"[^"]')
 _USAGE = b'"usage"'
 _DONE_ALONE = (b"data: [DONE]", b"data:[DONE]")
 _ENDS = (b"\ndata: [DONE]", b"\ndata:[DONE]", b'"finish_reason":"', b'"finish_reason": "')
@@ -93,8 +94,9 @@ class StreamReader:
     by a finish reason, as some engines leave it at that. One that just stops may lack some text.
     """
 
-    __slots__ = ("_field", "_ids", "_raw", "_raw_bytes", "_text", "_tools", "counted",
-                 "ended")  # fmt: skip
+    __slots__ = (
+        "_field", "_ids", "_raw", "_raw_bytes", "_reasoned", "_text", "_tools", "counted", "ended",
+    )  # fmt: skip
 
     def __init__(self, field: str) -> None:
         self._field = field
@@ -103,6 +105,7 @@ class StreamReader:
         self._text: list[bytes] = []
         self._tools: list[str] = []
         self._ids: list[Any] = []
+        self._reasoned = False
         self.counted = NOTHING
         self.ended = False
 
@@ -118,7 +121,8 @@ class StreamReader:
         self._digest()
         tokens = self.counted.output_tokens
         ids = _token_ids(self._ids)
-        return Answer(_unescaped(b"".join(self._text)), ",".join(self._tools), tokens, ids)
+        text = _unescaped(b"".join(self._text))
+        return Answer(text, ",".join(self._tools), tokens, ids, self._reasoned)
 
     def _digest(self) -> None:
         data = b"".join(self._raw)
@@ -126,6 +130,8 @@ class StreamReader:
         self._raw_bytes = 0
         self._text += _TEXT[self._field].findall(data)
         self.ended = self.ended or _says_end(data)
+        if not self._reasoned and b'"reasoning' in data:
+            self._reasoned = _REASONING.search(data) is not None
         if _PARSED.search(data):
             for event in events(data):
                 self._take(_parsed(event))
@@ -168,6 +174,7 @@ def read_whole(body: bytes) -> tuple[Answer, Counted]:
         ",".join(tool_ids(message)) if "tool_calls" in message else "",
         counted.output_tokens,
         _token_ids(choice.get("token_ids")),
+        bool(message.get("reasoning_content") or message.get("reasoning")),
     )
     return answer, counted
 

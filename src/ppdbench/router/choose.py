@@ -194,7 +194,8 @@ class Chooser:
         if counted.prompt_tokens is None or history is None:
             return
         held = found.note if found is not None and plan.holds_kv else None
-        if not history.in_tokens:
+        # Of tools the whole prompt's count tells, and the messages' characters do not.
+        if not history.in_tokens and (held is not None or not body.get("tools")):
             characters = history.size - (held.size if held else 0)
             tokens = counted.prompt_tokens - (held.context_tokens if held else 0)
             estimates.learn_ratio(characters, tokens)
@@ -207,7 +208,7 @@ class Chooser:
         found = None if history is None else history.find(self.memory)
         if explicit is not None:
             conversation = int.from_bytes(explicit[:8], "little")
-            name = _explicit_name(session_id, body)
+            name = (session_id or b"").decode("utf-8", "replace")
         else:
             known = found is not None and not found.note.flags & SEVERAL
             conversation = found.note.conversation if found and known else secrets.randbits(64)
@@ -330,12 +331,6 @@ def _counted(speaker: Speaker, count: Callable[[str], int]) -> int:
         return 0
     texts = history.texts_behind(found.note)
     return sum(map(count, texts)) if sum(map(len, texts)) <= COUNTED_CHARACTERS else 0
-
-
-def _explicit_name(session_id: bytes | None, body: Mapping[str, Any]) -> str:
-    if session_id:
-        return session_id.decode("utf-8", "replace")
-    return str(body.get("prompt_cache_key"))
 
 
 def _needs_one_node(body: Mapping[str, Any]) -> bool:

@@ -12,6 +12,9 @@ OUTPUT_TOKENS = 256.0
 """Expected answer until the first one has been counted."""
 
 _WEIGHT_LIMIT_TOKENS = 20_000.0
+_MOST_AT_ONCE = 0.1
+"""Of the limit: no single text, however long and odd, weighs more."""
+
 _OUTPUT_WEIGHT = 0.02
 _RATIO_RANGE = (0.25, 32.0)
 
@@ -40,8 +43,9 @@ class Estimates:
         low, high = _RATIO_RANGE
         if tokens < 1 or not low <= characters / tokens <= high:
             return
-        self._tokens += tokens
-        self._characters += characters
+        share = min(1.0, _MOST_AT_ONCE * _WEIGHT_LIMIT_TOKENS / tokens)
+        self._tokens += tokens * share
+        self._characters += characters * share
         if self._tokens > _WEIGHT_LIMIT_TOKENS:
             fade = _WEIGHT_LIMIT_TOKENS / self._tokens
             self._tokens *= fade
@@ -56,7 +60,7 @@ class Estimates:
     def output_tokens(self, body: Mapping[str, Any]) -> int:
         """Expected length of the answer to ``body``."""
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
-        if not isinstance(limit, int) or limit < 1:
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
             return round(self._output)
         if body.get("ignore_eos") is True or body.get("min_tokens") == limit:
             return limit

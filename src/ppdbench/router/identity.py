@@ -23,7 +23,20 @@ from ppdbench.router.memory import ANSWERED, MOST_ANSWER_TOKENS, SEVERAL, SPLIT,
 MAX_LOOKUPS = 32
 """Histories are looked up from their end; what lies deeper than this is cold."""
 
-_SEPARATING = tuple((name, name.encode()) for name in ("model", "user", "cache_salt", "tools"))
+_SEPARATING = tuple(
+    (name, name.encode())
+    for name in (
+        "model", "user", "cache_salt", "tools", "prompt_cache_key", "reasoning_effort",
+        "chat_template", "chat_template_kwargs", "documents",
+    )
+)  # fmt: skip
+"""Fields with another value give another prompt from its beginning on, or another cache."""
+
+_CHECK_BITS = 0xFFFFFFFF
+_ANSWERED_HERE = b"\x1e"
+
+MEDIA_LENGTH = 2048
+"""What an image or another part that is no text counts for, in characters: some 500 tokens."""
 
 _BORDER_UNITS = 16
 _BORDER_GROWTH = 4
@@ -80,21 +93,28 @@ class History(Protocol):
 
 
 class Answer(NamedTuple):
-    """What was answered, as far as the history of the next turn will show it."""
+    """What was answered, as far as the history of the next turn will show it.
+
+    ``reasoned``: there was reasoning before the text, which ``tokens`` count and the next turn's
+    prompt leaves out.
+    """
 
     text: str
     tools: str = ""
     tokens: int | None = None
     token_ids: tuple[int, ...] = ()
+    reasoned: bool = False
 
 
 def explicit_key(session_id: bytes | None, body: Mapping[str, Any]) -> bytes | None:
-    """The key of a conversation that the client named: ``x-session-id``, ``prompt_cache_key``."""
-    name = session_id or body.get("prompt_cache_key")
-    if not name:
+    """The key of a conversation that the client named by ``x-session-id``.
+
+    ``prompt_cache_key`` does not: many clients send one for all their users. It separates
+    histories, so one of its own keeps a conversation apart all the same.
+    """
+    if not session_id:
         return None
-    raw = name if isinstance(name, bytes) else _canonical(name)
-    return xxhash.xxh3_128_digest(_opening(body, b"explicit") + _part(b"name", raw))
+    return xxhash.xxh3_128_digest(_opening(body, b"explicit") + _part(b"name", session_id))
 
 
 def read_history(body: Mapping[str, Any], name: bytes | None = None) -> History | None:
@@ -125,11 +145,12 @@ def _start(body: Mapping[str, Any], kind: bytes) -> xxhash.xxh3_128:
 
 
 def _opening(body: Mapping[str, Any], kind: bytes) -> bytes:
-    """What separates histories before their first word: model, user, cache salt, tools."""
+    """What separates histories before their first word; a null is as good as nothing."""
     opening = kind
     for name, label in _SEPARATING:
-        if name in body:
-            opening += _part(label, _canonical(body[name]))
+        value = body.get(name)
+        if value is not None:
+            opening += _part(label, _canonical(value))
     return opening
 
 
@@ -157,6 +178,21 @@ def _is_text_part(part: object) -> bool:
     return (
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
     )
+
+
+def _length(content: object) -> int:
+    """Bytes of a text; of an image and its like they would tell nothing of its tokens."""
+    if isinstance(content, str):
+        return len(content) if content.isascii() else len(_canonical(content))
+    if isinstance(content, list):
+        return sum(_length(p["text"]) if _is_text_part(p) else MEDIA_LENGTH for p in content)
+    return len(_canonical(content))
+
+
+def _length_in(message: object, raw: bytes) -> int:
+    """Of a message whose content is ``raw``."""
+    content = message.get("content") if isinstance(message, dict) else None
+    return _length(content) if isinstance(content, list) else len(raw)
 
 
 class ChatHistory:
@@ -194,7 +230,8 @@ class ChatHistory:
         hasher = self._hasher.copy()
         raw = _answer_bytes(answer.text, answer.tools)
         _add(hasher, b"assistant", raw)
-        _put(memory, hasher.digest(), _behind(note, self.size + len(raw), answer))
+        behind = _behind(note, self.size + len(raw), answer)
+        _put(memory, hasher.digest(), behind, behind_answer=True)
 
     def texts_behind(self, note: Note) -> list[str]:
         return _texts_behind(self._messages, note)
@@ -203,8 +240,8 @@ class ChatHistory:
 class NamedChat:
     """Messages of a conversation that the client named: one note, under that name.
 
-    Its check is of the last question and its place, so an answer that the client has changed does
-    not matter, and a history with another question is noticed.
+    Its check is of all that was asked up to the last question, so an answer that the client has
+    changed does not matter, and any other change of the history is noticed.
     """
 
     in_tokens = False
@@ -212,44 +249,38 @@ class NamedChat:
     def __init__(self, name: bytes, messages: list[Any]) -> None:
         self._name = name
         self._messages = messages
-        self._own_check: int | None = None
-        self._last_answer = 0
+        self._check_before = 0
         self.turn = 1
         self.size = 0
-        for at, message in enumerate(messages):
-            content = message.get("content") if isinstance(message, dict) else message
-            self.size += len(content) if isinstance(content, str) else len(_canonical(content))
+        hasher = xxhash.xxh3_64()
+        for message in messages:
             if _is_answer(message):
-                self._last_answer = at
+                self._check_before = hasher.intdigest() & _CHECK_BITS
+                hasher.update(_ANSWERED_HERE)
                 self.turn += 1
+                self.size += _length(message.get("content"))
+            else:
+                raw = _content(message)
+                hasher.update(_part(b"", raw))
+                self.size += _length_in(message, raw)
+        self._check = hasher.intdigest() & _CHECK_BITS
 
     def find(self, memory: Memory) -> Found | None:
         note = memory.get(self._name)
         if note is None:
             return None
-        if note.check == self._check(self._last_answer):
+        if note.check == self._check_before and self.turn > 1:
             return Found(note, Place.CONTINUES)
-        if note.check == self._whole_check():
+        if note.check == self._check:
             return Found(note, Place.REPEATS)
         # A first turn has no past: some clients send one name for all their users.
         return None if self.turn == 1 else Found(note, Place.DIFFERS)
 
     def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
-        check = self._whole_check()
-        memory.put(self._name, _behind(note, self.size + _size(answer), answer, check))
+        memory.put(self._name, _behind(note, self.size + _size(answer), answer, self._check))
 
     def texts_behind(self, note: Note) -> list[str]:
         return _texts_behind(self._messages, note)
-
-    def _whole_check(self) -> int:
-        if self._own_check is None:
-            self._own_check = self._check(len(self._messages))
-        return self._own_check
-
-    def _check(self, count: int) -> int:
-        """Of the first ``count`` messages, by the last of them."""
-        raw = _content(self._messages[count - 1])
-        return xxhash.xxh3_64_intdigest(raw, count) & 0xFFFFFFFF
 
 
 def _texts_behind(messages: list[Any], note: Note) -> list[str]:
@@ -263,6 +294,8 @@ def _texts_behind(messages: list[Any], note: Note) -> list[str]:
 
 def _text(message: object) -> str:
     content = message.get("content") if isinstance(message, dict) else message
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content if _is_text_part(part))
     return _canonical(content).decode("utf-8", "replace")
 
 
@@ -271,11 +304,16 @@ def _is_answer(message: object) -> bool:
 
 
 def _size(answer: Answer | None) -> int:
-    return 0 if answer is None else len(answer.text)
+    return 0 if answer is None else _length(answer.text)
 
 
 def _behind(note: Note, size: int, answer: Answer | None, check: int = 0) -> Note:
-    """``note`` behind the answer, if there is one."""
+    """``note`` behind the answer, if there is one.
+
+    Behind reasoning no more is held than the question: what follows it stands elsewhere then.
+    """
+    if answer is not None and answer.reasoned:
+        return note._replace(check=check)
     tokens = 0 if answer is None else answer.tokens or 0
     return Note(
         note.conversation,
@@ -291,7 +329,7 @@ def _behind(note: Note, size: int, answer: Answer | None, check: int = 0) -> Not
     )
 
 
-def _put(memory: Memory, key: bytes, note: Note) -> None:
+def _put(memory: Memory, key: bytes, note: Note, *, behind_answer: bool = False) -> None:
     """Put ``note`` and say where another conversation has been at this very place.
 
     Behind the same answer either home holds all of it; behind the same question alone, nobody can
@@ -300,7 +338,7 @@ def _put(memory: Memory, key: bytes, note: Note) -> None:
     other = memory.get(key)
     if other is not None and other.conversation != note.conversation:
         flags = SEVERAL
-        if not note.flags & ANSWERED and (other.home != note.home or other.flags & SPLIT):
+        if not behind_answer and (other.home != note.home or other.flags & SPLIT):
             flags |= SPLIT
         note = note._replace(flags=note.flags | flags)
     memory.put(key, note)
@@ -330,7 +368,7 @@ def _read_chat(body: Mapping[str, Any], messages: list[Any]) -> ChatHistory:
             marks.append(hasher.digest())
         else:
             _add(hasher, role, raw)
-        size += len(raw)
+        size += _length_in(message, raw)
     return ChatHistory(hasher, marks, messages, size)
 
 
@@ -384,13 +422,14 @@ class RawHistory:
         return None
 
     def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
-        self._leave(memory, self.raw, note)
+        self._leave(memory, self.raw, note, behind_answer=False)
         raw = self.with_answer(answer)
         if answer is not None and len(raw) > len(self.raw):
-            self._leave(memory, raw, _behind(note, len(raw) // self.unit, answer))
+            behind = _behind(note, len(raw) // self.unit, answer)
+            self._leave(memory, raw, behind, behind_answer=True)
 
-    def _leave(self, memory: Memory, raw: bytes, note: Note) -> None:
-        _put(memory, self.key(raw, note.size, b"end"), note)
+    def _leave(self, memory: Memory, raw: bytes, note: Note, *, behind_answer: bool) -> None:
+        _put(memory, self.key(raw, note.size, b"end"), note, behind_answer=behind_answer)
         borders = _borders(note.size)
         for border in {borders[0], borders[-1]} if borders else ():
             memory.add_size(self.key(raw, border, b"border"), note.size, note.used_s)

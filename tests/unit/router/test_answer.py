@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from ppdbench.router.answer import StreamReader, without_usage
+from ppdbench.router.answer import StreamReader, read_whole, without_usage
 
 TOKEN = b'data: {"choices":[{"delta":{"content":"a"}}]}'
 RUNNING = b'data: {"choices":[{"delta":{"content":"b"}}],"usage":{"completion_tokens":1}}'
@@ -34,3 +34,23 @@ def test_escapes_end_no_text():
     reader.feed(rb'data: {"choices":[{"delta":{"content": "\\\"c\u00e9\n"}}]}' + b"\n\n")
 
     assert reader.end().text == 'a"b\\\\"cé\n'
+
+
+@pytest.mark.parametrize(
+    ("piece", "reasoned"),
+    [
+        (b'{"reasoning_content":"hm"}', True),
+        (b'{"reasoning":"hm"}', True),
+        (b'{"content":"a","reasoning_content":null}', False),
+        (b'{"content":"a","reasoning":""}', False),
+        (rb'{"content":"\"reasoning\":\"hm\""}', False),
+    ],
+)
+def test_reasoning_is_noticed_streamed_or_not(piece, reasoned):
+    """What was counted for it is no part of the next turn's prompt."""
+    reader = StreamReader("content")
+    reader.feed(b'data: {"choices":[{"delta":' + piece + b"}]}\n\n")
+    reader.feed(TOKEN + b"\n\n")
+
+    assert reader.end().reasoned is reasoned
+    assert read_whole(b'{"choices":[{"message":' + piece + b"}]}")[0].reasoned is reasoned

@@ -6,6 +6,7 @@ import orjson
 import pytest
 
 from ppdbench.router.choose import COUNTED_CHARACTERS
+from ppdbench.router.estimate import Estimates
 from ppdbench.router.identity import read_history
 from ppdbench.router.memory import ANSWERED, Note
 
@@ -136,3 +137,32 @@ def test_the_new_part_begins_where_the_note_stands(name, turn, flags, new):
     history = read_history({"messages": messages}, name)
 
     assert history.texts_behind(note(turn, flags)) == new
+
+
+def test_one_odd_text_does_not_turn_the_ratio():
+    """However long it is; what many turns show does."""
+    estimates = Estimates()
+    for _ in range(100):
+        estimates.learn_ratio(1_600, 400)
+
+    estimates.learn_ratio(100_000, 100_000)
+    after_one = estimates.characters_per_token
+    for _ in range(300):
+        estimates.learn_ratio(600, 400)
+
+    assert after_one == pytest.approx(4.0, rel=0.1)
+    assert estimates.characters_per_token == pytest.approx(1.5, rel=0.1)
+
+
+async def test_tools_do_not_count_as_characters(bench_for):
+    """A first turn's count holds them, its messages do not; later turns teach the ratio."""
+    bench = await bench_for("1P_1D", policy="local")
+    before = bench.router.services.chooser.estimates({"model": "fake"}).characters_per_token
+
+    talk = [user("t1 " * 100)]
+    talk += [answer(await bench.chat(talk, tools=[{"type": "function"}])), user("t2 " * 100)]
+    unchanged = bench.router.services.chooser.estimates({"model": "fake"}).characters_per_token
+    await bench.chat(talk, tools=[{"type": "function"}])
+
+    assert unchanged == before
+    assert bench.router.services.chooser.estimates({"model": "fake"}).characters_per_token < before

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppdbench.router.identity import Answer, Place, explicit_key, read_history
+from ppdbench.router.identity import MEDIA_LENGTH, Answer, Place, explicit_key, read_history
 from ppdbench.router.memory import SEVERAL, SPLIT, Memory, Note
 
 
@@ -121,14 +121,21 @@ def test_tool_calls_are_part_of_the_history(memory):
     assert found.note.context_tokens == 15
 
 
-@pytest.mark.parametrize("field", ["user", "cache_salt", "tools", "model"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        "user", "cache_salt", "tools", "model", "prompt_cache_key", "reasoning_effort",
+        "chat_template", "chat_template_kwargs", "documents",
+    ],
+)  # fmt: skip
 def test_what_separates_caches_separates_histories(memory, field):
-    """Another user, salt, tool set or model is another history."""
+    """Another user, salt, tool set, model or template is another history; a null is none."""
     served(memory, chat(user("hello")), "hi", 1)
 
-    other = chat(user("hello"), assistant("hi"), user("x")) | {field: "other"}
+    later = chat(user("hello"), assistant("hi"), user("x"))
 
-    assert read_history(other).find(memory) is None
+    assert read_history(later | {field: "other"}).find(memory) is None
+    assert field == "model" or read_history(later | {field: None}).find(memory)
 
 
 def test_token_prompts_are_found_by_their_own_beginning(memory):
@@ -183,13 +190,94 @@ def test_a_named_conversation_notices_an_edit(memory, first, same, changed):
     assert memory.get(name).context_tokens == 15
 
 
-def test_the_header_wins_over_the_cache_key():
-    """x-session-id, else prompt_cache_key, else nothing."""
-    body = {"prompt_cache_key": "k"}
+def test_the_header_names_a_conversation_and_the_cache_key_only_keeps_it_apart():
+    """Many clients send one prompt_cache_key for all their users, so it may name nobody."""
+    assert explicit_key(b"k", {}) not in {explicit_key(b"other", {}), None}
+    assert explicit_key(b"k", {"prompt_cache_key": "a"}) != explicit_key(b"k", {})
+    assert explicit_key(None, {"prompt_cache_key": "k"}) is None
 
-    assert explicit_key(b"k", {}) == explicit_key(None, body)
-    assert explicit_key(b"other", body) != explicit_key(None, body)
-    assert explicit_key(None, {}) is None
+
+def system(text):
+    return {"role": "system", "content": text}
+
+
+LONG = [system("It is 12:00:01"), user("a"), assistant("A"), user("b"), assistant("B"), user("c")]
+
+
+@pytest.mark.parametrize(
+    ("at", "place"),
+    [
+        (None, Place.CONTINUES),
+        (0, Place.DIFFERS),
+        (1, Place.DIFFERS),
+        (2, Place.CONTINUES),
+        (3, Place.DIFFERS),
+    ],
+    ids=["nothing", "system", "first question", "an answer", "last question"],
+)
+def test_a_named_conversation_notices_an_edit_wherever_it_is(memory, at, place):
+    """Of equal length too, as a clock in the system message is; a trimmed answer is no edit."""
+    name = explicit_key(b"session", chat())
+    history = read_history(chat(*LONG[:4]), name)
+    history.leave(memory, Note(1, 10, history.size, 1, 3, 2, 0, 0), Answer("B", tokens=5))
+
+    edited = [message | {"content": "It is 12:00:02"} if i == at else message
+              for i, message in enumerate(LONG)]  # fmt: skip
+
+    assert read_history(chat(*edited), name).find(memory).place is place
+
+
+@pytest.mark.parametrize("name", [None, b"n" * 16], ids=["found", "named"])
+def test_behind_reasoning_only_the_question_is_held(memory, name):
+    """The next prompt leaves the reasoning out, so no KV from there on is of use to it."""
+    body = chat(user("a question"))
+    history = read_history(body, name)
+    note = Note(7, 100, history.size, 1, 2, 1, 0, 0)
+    history.leave(memory, note, Answer("an answer", tokens=900, reasoned=True))
+
+    later = read_history(chat(user("a question"), assistant("an answer"), user("more")), name)
+    found = later.find(memory)
+
+    assert (found.note.conversation, found.note.context_tokens) == (7, 100)
+    assert found.note.size == len("a question")
+    assert later.texts_behind(found.note) == ["an answer", "more"]
+
+
+def test_two_conversations_behind_the_same_reasoned_answer_have_either_home(memory):
+    """Question and answer are equal, so either node holds what the next turn needs."""
+    for conversation, home in ((1, 0), (2, 1)):
+        history = read_history(chat(user("hello")))
+        note = Note(conversation, 10, history.size, 1, home, 1, 0, 0)
+        history.leave(memory, note, Answer("hi", tokens=50, reasoned=True))
+
+    found = read_history(chat(user("hello"), assistant("hi"), user("x"))).find(memory)
+
+    assert not found.note.flags & SPLIT
+
+
+@pytest.mark.parametrize("name", [None, b"n" * 16], ids=["found", "named"])
+@pytest.mark.parametrize(
+    ("content", "size"),
+    [
+        ("look", 4),
+        ("\u4f60\u597d", 6),
+        ([{"type": "text", "text": "look"}], 4),
+        (
+            [
+                {"type": "text", "text": "look"},
+                {
+                    "type": "image_url",
+                    "image_url": {"url": "data:image/png;base64," + "A" * 90_000},
+                },
+            ],
+            4 + MEDIA_LENGTH,
+        ),
+    ],
+    ids=["text", "wide", "parts", "image"],
+)
+def test_a_length_is_of_texts_and_the_same_however_one_is_known(name, content, size):
+    """An image's base64 says nothing of its tokens; a length is in bytes, named or not."""
+    assert read_history(chat(user(content)), name).size == size
 
 
 def test_memory_is_bounded_and_the_longest_unused_goes():

@@ -273,6 +273,24 @@ async def talk_of(bench, name):
     return [opening, answer, {"role": "user", "content": "go on"}]
 
 
+async def test_a_named_conversation_with_another_opening_is_cold_and_blames_no_cache(bench_for):
+    """A clock in the system message: nothing is held, and the home has lost nothing."""
+    bench = await bench_for("1P_1D", policy="local")
+    other = await talk_of(bench, "other")
+    bench.router.services.clock_offset_s += 10
+    named = {"headers": {"x_session_id": "s"}}
+    talk = [{"role": "system", "content": "It is 12:00:01"},
+            {"role": "user", "content": " ".join(f"t{at}" for at in range(400))}]  # fmt: skip
+    talk.append(assistant(await bench.chat(talk, **named)))
+    talk[0] = {"role": "system", "content": "It is 12:00:02"}
+
+    second = await bench.chat([*talk, {"role": "user", "content": "on"}], **named)
+    unharmed = await bench.chat(other)
+
+    assert (second.route, second.reason) == ("remote", "cold")
+    assert (unharmed.route, unharmed.reason) == ("local", "policy")
+
+
 async def test_an_answer_that_comes_back_as_other_tokens_is_no_eviction(bench_for):
     """What D answered is not what it reads now, but it holds the question: nothing was lost."""
     bench = await bench_for("1P_1D", policy="local")

@@ -60,6 +60,24 @@ async def test_one_cache_key_for_many_users_does_not_pin_them_to_one_node(bench_
     assert sorted(nodes) == ["d0"] * 3 + ["d1"] * 3
 
 
+async def test_users_under_one_cache_key_keep_their_own_homes(bench_for):
+    """Their histories tell them apart, so later turns stay where each user's KV is."""
+    bench = await bench_for("1P_2D", policy="local")
+    talks = [[{"role": "user", "content": f"user {user} asks"}] for user in range(4)]
+    seen = []
+    for _ in range(3):
+        for talk in talks:
+            reply = await bench.chat(talk, prompt_cache_key="app")
+            seen.append((reply.reason, reply.node))
+            talk += [
+                {"role": "assistant", "content": reply.text()},
+                {"role": "user", "content": "on"},
+            ]
+
+    assert [reason for reason, _ in seen] == ["turn1"] * 4 + ["policy"] * 8
+    assert [node for _, node in seen] == ["d0", "d1"] * 6
+
+
 async def test_a_stream_is_passed_on_byte_for_byte(bench_for):
     """Streaming through the router gives the bytes that the engine alone gives."""
     bench = await bench_for("1R", policy="local")
