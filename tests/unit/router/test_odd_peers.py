@@ -249,6 +249,19 @@ def test_what_has_no_such_field_stays_byte_for_byte(raw):
     assert without_field(raw, "kv") == raw
 
 
+async def test_a_preflight_brings_no_key_and_is_a_nodes_to_answer(rig):
+    """A browser asks before it may send one; what is allowed the nodes say, and nothing is ours."""
+    await rig.start("R", client_keys=("secret",))
+
+    asked = await rig.ask("OPTIONS", CHAT)
+    ours = await rig.ask("OPTIONS", "/metrics")
+    turn = await rig.ask("POST", CHAT, orjson.dumps({"messages": USER}))
+
+    assert (asked.head.status, asked.body) == (200, b"{}")
+    assert (ours.head.status, turn.head.status) == (405, 401)
+    assert [path for _, path, _ in rig.got if path.startswith("/v1")] == [CHAT]
+
+
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here to stand for a full disk")
 async def test_a_log_that_cannot_be_written_stops_no_turn(rig, caplog):
     """It is said once."""
