@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -48,6 +49,15 @@ async def nodes(*roles: Role):
         await pool.close()
         for engine in engines:
             await engine.close()
+
+
+async def test_a_node_tells_when_it_was_started():
+    """As vLLM does: a router knows by it that a node is another process, and its cache empty."""
+    before_s = time.time()
+    async with nodes(Role.R) as ((engine,), _):
+        line = next(ln for ln in engine.metrics().splitlines() if ln.startswith("process_start"))
+
+    assert before_s <= float(line.removeprefix("process_start_time_seconds ")) <= time.time()
 
 
 async def ask(pool: Pool, engine: SimEngine, body: dict) -> dict:

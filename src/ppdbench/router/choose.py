@@ -185,22 +185,26 @@ class Chooser:
         )
         history.leave(self.memory, note, answer)
 
-    def learn(self, plan: Plan, body: Mapping[str, Any], counted: Counted) -> None:
-        """Correct the estimates, and what is thought of the home's cache, by what was counted."""
+    def learn(self, plan: Plan, body: Mapping[str, Any], counted: Counted) -> bool:
+        """Correct the estimates, and what is thought of the home's cache, by what was counted.
+
+        Whether the home had lost what it was thought to hold.
+        """
         estimates = self.estimates(body)
         if counted.output_tokens:
             estimates.learn_output(counted.output_tokens)
         history, found = plan.speaker.history, plan.speaker.found
         if counted.prompt_tokens is None or history is None:
-            return
+            return False
         held = found.note if found is not None and plan.holds_kv else None
         # Of tools the whole prompt's count tells, and the messages' characters do not.
         if not history.in_tokens and (held is not None or not body.get("tools")):
             characters = history.size - (held.size if held else 0)
             tokens = counted.prompt_tokens - (held.context_tokens if held else 0)
             estimates.learn_ratio(characters, tokens)
-        if held is not None and plan.decision.route is Route.LOCAL:
-            _learn_residency(plan.home, held, counted.cached_tokens)
+        if held is None or plan.decision.route is not Route.LOCAL:
+            return False
+        return _learn_residency(plan.home, held, counted.cached_tokens)
 
     def _identify(self, body: Mapping[str, Any], session_id: bytes | None) -> Speaker:
         explicit = explicit_key(session_id, body)
@@ -280,17 +284,19 @@ class Chooser:
         )
 
 
-def _learn_residency(home: Upstream, note: Note, cached_tokens: int | None) -> None:
-    """A loss shows that all KV last used no later than the note's is gone, and of no other.
+def _learn_residency(home: Upstream, note: Note, cached_tokens: int | None) -> bool:
+    """Whether KV was lost, judged by the last question: an answer may come back as other tokens.
 
-    So what the node computed since, or after a restart, is trusted, whenever the loss is seen.
-    Judged by the last question alone: as text, an answer may come back as other tokens.
+    A loss shows that all KV last used no later than the note's is gone, and says of no other. So
+    what the node computed since, or after a restart, is trusted, whenever the loss is seen.
     """
     asked_tokens = note.context_tokens - note.answer_tokens
     if cached_tokens is None or asked_tokens < JUDGED_FROM_TOKENS:
-        return
-    if cached_tokens < LOST_SHARE * asked_tokens and note.used_s > home.lost_s.get():
-        home.lost_s.put(note.used_s)
+        return False
+    if cached_tokens >= LOST_SHARE * asked_tokens:
+        return False
+    home.lost_s.put(max(home.lost_s.get(), note.used_s))
+    return True
 
 
 def _evicted(home: Upstream, note: Note) -> bool:

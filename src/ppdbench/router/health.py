@@ -14,6 +14,8 @@ from ppdbench.router.nodes import Upstream, Upstreams
 
 _START_TIME = re.compile(rb"^process_start_time_seconds(?:\{[^}]*\})?\s+([0-9.e+]+)", re.MULTILINE)
 ROUNDS_PER_EPOCH_CHECK = 6
+DOUBT_EVERY_S = 1.0
+"""A node that gives cause for doubt with every turn is not asked more often."""
 
 
 class Health:
@@ -22,11 +24,33 @@ class Health:
     def __init__(self, upstreams: Upstreams, rule: HealthRule) -> None:
         self._upstreams = upstreams
         self._rule = rule
+        self._doubted: set[int] = set()
+        self._doubt = asyncio.Event()
 
     def failed(self, node: Upstream, error: HttpError) -> None:
         """A turn broke at ``node``. A refused connection means that nobody is there."""
         node.failures.add()
+        self.doubt(node)
         self._strike(node, self._rule.down_after if isinstance(error, ConnectError) else 1)
+
+    def doubt(self, node: Upstream) -> None:
+        """A lost turn or a broken connection: ``node`` may be another process by now."""
+        self._doubted.add(node.index)
+        self._doubt.set()
+
+    async def resolve_doubts(self) -> None:
+        """Ask doubted nodes when they were started, for ever."""
+        while True:
+            await self._doubt.wait()
+            self._doubt.clear()
+            doubted, self._doubted = self._doubted, set()
+            await asyncio.gather(*(self._resolve(self._upstreams.all[at]) for at in doubted))
+            await asyncio.sleep(DOUBT_EVERY_S)
+
+    async def _resolve(self, node: Upstream) -> None:
+        """A node that has no answer yet may be starting; a dead one is asked when it is back."""
+        if not await self._renew(node) and node.alive:
+            self.doubt(node)
 
     def answered(self, node: Upstream, at_s: float) -> None:
         """``node`` sent bytes, so it lives, however slowly it answers ``/health``."""
@@ -89,18 +113,19 @@ class Health:
         node.epoch_cell.put(node.epoch + 1)
         return True
 
-    async def _renew(self, node: Upstream) -> None:
-        """Take the process's start time for its epoch, where the node tells it."""
+    async def _renew(self, node: Upstream) -> bool:
+        """Take the process's start time for its epoch, where the node tells it; if it answered."""
         request = Request("GET", "", node.authorization_pair)  # the URL has the path
         try:
             answer = await node.pool.fetch(
                 Origin.parse(node.node.metrics_url), request, timeout_s=self._rule.timeout_s
             )
         except HttpError:
-            return
+            return False
         started_s = _start_time_in(answer.body)
         if started_s is not None:
             node.epoch_cell.put(started_s)
+        return True
 
 
 def _start_time_in(metrics: bytes) -> int | None:

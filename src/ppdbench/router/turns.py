@@ -344,7 +344,8 @@ class TurnInFlight:
             return
         now_s = leg.at_s + self._services.clock_offset_s
         chooser = self._services.chooser
-        chooser.learn(plan, self._body, leg.counted)
+        if chooser.learn(plan, self._body, leg.counted):
+            self._services.health.doubt(plan.home)
         chooser.note(plan, leg.answer, self._prompt_tokens(leg), now_s)
         if chooser.policy.name == Route.PULL:
             self._hold(plan, leg)

@@ -92,6 +92,7 @@ class SimEngine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._started_s = time.monotonic()
+        self._started_at_s = time.time()
 
     def __repr__(self) -> str:
         return f"<SimEngine {self.role} {self._node!r}>"
@@ -184,6 +185,7 @@ class SimEngine:
             for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
         ]
         finished = f'{name},finished_reason="length"'
+        lines.append(f"process_start_time_seconds {self._started_at_s}")
         lines.append(f"vllm:request_success_total{{{finished}}} {count['finished']}")
         return "\n".join(lines) + "\n"
 

@@ -86,6 +86,11 @@ class Rig:
         self.stack.callback(writer.close)
         return reader, writer
 
+    async def until(self, condition) -> None:
+        async with asyncio.timeout(5):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
     def is_calm(self) -> bool:
         """Nothing is in flight and every gauge is back."""
         nodes = self.router.upstreams.all
@@ -210,6 +215,34 @@ async def test_a_nodes_start_time_is_its_epoch(rig):
     async with asyncio.timeout(5):
         while rig.router.upstreams.all[0].epoch != 1_700_000_000:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+LOST = ANSWER | {
+    "usage": {
+        "prompt_tokens": 400,
+        "completion_tokens": 1,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+}
+
+
+@pytest.mark.parametrize("sign", ["a lost turn", "a broken connection"])
+async def test_a_sign_of_a_restart_has_the_start_time_asked_at_once(rig, sign):
+    """Not at the sixth health check from now: what else the home held is known to be gone."""
+    rig.metrics, rig.says["D"] = b"process_start_time_seconds 1.7e+09\n", orjson.dumps(LOST)
+    await rig.start("P", "D")
+    home = rig.router.upstreams["d0"]
+    await rig.until(lambda: home.epoch == 1_700_000_000)
+    await rig.chat()
+    rig.metrics = b"process_start_time_seconds 1.8e+09\n"
+    if sign == "a broken connection":
+        rig.says["D"] = lambda responder: responder.abort()
+
+    reply = {"role": "assistant", "content": "x"}
+    answer = await rig.chat(messages=[*USER, reply, *USER])
+
+    assert answer.head.get(b"x-ppd-reason") == b"policy"
+    await rig.until(lambda: home.epoch == 1_800_000_000)
 
 
 @pytest.mark.parametrize(
