@@ -22,6 +22,9 @@ IDLE_LIMIT_S = 4.0
 
 CONNECT_TIMEOUT_S = 10.0
 
+CROSSING_LIMIT_S = 0.5
+"""A close that a request crossed is seen within a round trip; the rest is for a loaded machine."""
+
 CONNECT_AT_ONCE = 64
 """Of connections that are opened ahead: a listener keeps about a hundred waiting, and those beyond
 are tried again only after a second."""
@@ -95,6 +98,15 @@ class Exchange:
             return
         self._finish()
         self.sink.on_end(at_s)
+
+    def crossed_a_close(self, now_s: float) -> bool:
+        """Whether its idle connection closed while it was on its way, and nobody read it.
+
+        A server that closes only later has read it, may have computed, and is not asked again.
+        """
+        if self.got_bytes or self.retried or self.sent_at_s is None:
+            return False
+        return now_s - self.sent_at_s < CROSSING_LIMIT_S
 
     def opening_in(self, task: asyncio.Task[None] | None) -> None:
         """Remember the task that makes the connection, so that ``cancel`` reaches it."""
@@ -189,11 +201,14 @@ class _Connection(asyncio.Protocol):
 
     def _read(self, exchange: Exchange, data: bytes) -> None:
         """Parse one read and tell of its head and its body."""
-        refusal = None
+        refusal: object = None
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
             raise (error.__context__ or error) from None
+        except httptools.HttpParserUpgrade:
+            self._foul = True
+            refusal = "it goes on in another protocol"
         except httptools.HttpParserError as error:
             self._foul = True
             refusal = error
@@ -222,8 +237,7 @@ class _Connection(asyncio.Protocol):
             return
         if self._until_close and error is None:
             exchange.succeed(time.monotonic())
-        elif self.served and not exchange.got_bytes and not exchange.retried:
-            # An idle connection closed while our request was on its way: the server never read it.
+        elif self.served and exchange.crossed_a_close(time.monotonic()):
             exchange.retried = True
             self._pool.open_for(exchange)
         else:

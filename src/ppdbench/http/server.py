@@ -26,6 +26,9 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_PIPELINED = 32
 """Requests that may wait on one connection before its bytes are left in the kernel."""
 
+MAX_PIECES = 1024
+"""Of a body, until they are joined: an object for every chunk of two bytes is 20 times its size."""
+
 _OF_AN_UPGRADE = frozenset({b"upgrade", b"connection", b"http2-settings"})
 _LAST_CHUNK = b"0\r\n\r\n"
 
@@ -48,7 +51,7 @@ class Incoming:
     def __post_init__(self) -> None:
         if self.target[:1] != "/":
             self.target = _origin_form(self.target)
-        path = self.target.partition("?")[0]
+        path = self.target.partition("?")[0].partition("#")[0]
         self.path = unquote(path) if "%" in path else path
 
     def get(self, name: bytes) -> bytes | None:
@@ -206,6 +209,7 @@ class _ServerConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._waiting: deque[tuple[Incoming, Responder]] = deque()
+        self._waiting_bytes = 0
         self._responder: Responder | None = None
         self._at_s = 0.0
         self._refused = 0
@@ -233,7 +237,7 @@ class _ServerConnection(asyncio.Protocol):
         """The answer under way is whole: take the next request, or close."""
         self._responder = None
         if not keep_alive:
-            self._waiting.clear()
+            self._forget_waiting()
             if self._transport is not None:
                 self._transport.close()
         elif not self._taking:
@@ -246,9 +250,12 @@ class _ServerConnection(asyncio.Protocol):
     def _take_waiting(self) -> None:
         """One after the other in a loop, as one read brings hundreds that are answered at once."""
         while self._waiting and self._responder is None:
-            if len(self._waiting) == MAX_PIPELINED and self._transport is not None:
+            was_crowded = self._crowded
+            incoming, responder = self._waiting.popleft()
+            self._waiting_bytes -= len(incoming.body)
+            if was_crowded and not self._crowded and self._transport is not None:
                 self._transport.resume_reading()
-            self._handle(*self._waiting.popleft())
+            self._handle(incoming, responder)
         if self._refused and self._responder is None:
             self._say_refusal()
 
@@ -262,7 +269,7 @@ class _ServerConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         self._connections.discard(self)
         self._transport = None
-        self._waiting.clear()
+        self._forget_waiting()
         if self._responder is not None:
             self._responder.lose_client()
 
@@ -301,6 +308,8 @@ class _ServerConnection(asyncio.Protocol):
         self._head_size += len(name) + len(value)
         if self._head_size > MAX_HEAD_BYTES:
             self._refuse(431)
+        if self._size:
+            return  # a trailer: whoever looked at the head alone has not seen it
         self._headers.append((name, value))
         if name == b"expect" and self._responder is None:
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -311,6 +320,9 @@ class _ServerConnection(asyncio.Protocol):
             self._refuse(413)
         else:
             self._body.append(data)
+            if len(self._body) == MAX_PIECES:
+                self._joined += b"".join(self._body)
+                self._body.clear()
 
     def on_message_complete(self) -> None:
         if self._refused or self._parser.should_upgrade():
@@ -319,7 +331,7 @@ class _ServerConnection(asyncio.Protocol):
             self._parser.get_method().decode(),
             self._target.decode("latin-1"),
             tuple(self._headers),
-            b"".join(self._body),
+            self._whole_body(),
             self._at_s,
         )
         responder = Responder(
@@ -332,8 +344,23 @@ class _ServerConnection(asyncio.Protocol):
             self._handle(incoming, responder)
         else:
             self._waiting.append((incoming, responder))
-            if len(self._waiting) == MAX_PIPELINED and self._transport is not None:
+            self._waiting_bytes += len(incoming.body)
+            if self._crowded and self._transport is not None:
                 self._transport.pause_reading()
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether as much waits as may; what comes then is left in the kernel."""
+        full = self._waiting_bytes > self._max_body_bytes
+        return full or len(self._waiting) >= MAX_PIPELINED
+
+    def _forget_waiting(self) -> None:
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
+    def _whole_body(self) -> bytes:
+        last = b"".join(self._body)
+        return bytes(self._joined + last) if self._joined else last
 
     def _go_on_in_http1(self, rest: bytes) -> None:
         """Read the request again as if it asked for no other protocol; ``rest`` is its body.
@@ -358,6 +385,7 @@ class _ServerConnection(asyncio.Protocol):
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
+        self._joined = bytearray()
         self._size = 0
         self._head_size = 0
 

@@ -7,15 +7,19 @@ in-memory transport, so both live on one port and nothing else listens.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from ppdbench.http.server import Incoming, Responder
+from ppdbench.http.server import MAX_HEAD_BYTES, Incoming, Responder
 
 SHUTDOWN_S = 1.0
 """A router that closes has drained before."""
+
+log = logging.getLogger("ppdbench.router.control")
 
 
 class ReplayTransport(asyncio.Transport):
@@ -74,9 +78,14 @@ class ControlPath:
     """An aiohttp application behind :meth:`handle`."""
 
     def __init__(self, application: web.Application) -> None:
+        log.addFilter(_is_ours)
         self._runner = web.AppRunner(
             application,
+            logger=log,
             access_log=None,
+            max_line_size=MAX_HEAD_BYTES,
+            max_field_size=MAX_HEAD_BYTES,
+            max_headers=MAX_HEAD_BYTES,  # the server counted them all before
             keepalive_timeout=0.0,
             auto_decompress=False,  # what passes to a node passes as it is
             handler_cancellation=True,  # a client that leaves ends what runs for it
@@ -101,6 +110,11 @@ class ControlPath:
         protocol.data_received(_rendered(incoming, chunked=responder.chunked))
 
 
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether a record is no client's fault; those come at any rate, and quote what was sent."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
 def _rendered(incoming: Incoming, *, chunked: bool) -> bytes:
     """The request again, its body whole, asking for the connection to be closed.
 
@@ -110,5 +124,7 @@ def _rendered(incoming: Incoming, *, chunked: bool) -> bytes:
     drop = (b"connection", b"transfer-encoding", b"content-length", b"expect", b"upgrade")
     lines = [f"{incoming.method} {incoming.target} HTTP/{version}".encode("latin-1")]
     lines += [name + b": " + value for name, value in incoming.headers if name not in drop]
+    if all(name != b"host" for name, _ in incoming.headers):
+        lines.append(b"host: ppd")  # as for turns: nobody here looks at it
     lines += [b"connection: close", b"content-length: %d" % len(incoming.body)]
     return b"\r\n".join(lines) + b"\r\n\r\n" + incoming.body

@@ -127,7 +127,7 @@ class Router:
 
     def _handle(self, incoming: Incoming, responder: Responder) -> None:
         if self._keys and incoming.path not in OPEN_PATHS and not self._may(incoming):
-            _refuse(responder, 401, "a valid API key is needed", "AuthenticationError")
+            _refuse_unknown(incoming, responder)
         elif incoming.method != "POST" or incoming.path not in TEXT_FIELDS:
             self._control.handle(incoming, responder)
         elif self.draining:
@@ -194,6 +194,13 @@ class Router:
 def _refuse(responder: Responder, status: int, message: str, kind: str) -> None:
     headers = RETRY_SOON if status in (429, 503) else JSON
     responder.send(status, error_body(message, kind, status), headers)
+
+
+def _refuse_unknown(incoming: Incoming, responder: Responder) -> None:
+    if incoming.method == "HEAD":
+        responder.send(401, b"")  # a body would be read as the next answer's beginning
+    else:
+        _refuse(responder, 401, "a valid API key is needed", "AuthenticationError")
 
 
 async def serve_until_told(
