@@ -7,9 +7,15 @@ from typing import Any
 
 import orjson
 
+from ppdbench.cluster.nixl import PARAMS
+
 
 class TooDeepError(Exception):
     """A document nested more deeply than can be written: orjson reads 1,024 levels, writes 254."""
+
+
+class UnreadableError(Exception):
+    """A document that Python's parser gives up, though it may be JSON."""
 
 
 def written(document: object, option: int = 0) -> bytes:
@@ -24,19 +30,37 @@ def written(document: object, option: int = 0) -> bytes:
         raise TooDeepError("the JSON is nested more than 254 levels deep") from None
 
 
-def without_field(raw: bytes, name: str) -> bytes:
-    """``raw`` less the field ``name`` of its object; unchanged where it has none.
+def without_hand_off(raw: bytes) -> bytes:
+    """``raw`` less the fields that steer a hand-off; unchanged where it has none.
 
     Read as Python's own parser does it, because an engine does: with NaN, in UTF-16 too. Read at
     all only where the name can stand in it: plainly, escaped or in another encoding.
+
+    Raises:
+        UnreadableError: an engine with higher limits than ours could read what we cannot.
     """
-    if name.encode() not in raw and b"\\u" not in raw and b"\0" not in raw:
+    if PARAMS.encode() not in raw and b"\\u" not in raw and b"\0" not in raw:
         return raw
     try:
         document: Any = json.loads(raw)
-    except (ValueError, RecursionError):
+    except (json.JSONDecodeError, UnicodeDecodeError):
         return raw
-    if not isinstance(document, dict) or name not in document:
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"the JSON cannot be read: {error}") from None
+    if not isinstance(document, dict):
         return raw
-    del document[name]
-    return json.dumps(document).encode()
+    steers = PARAMS in document
+    document.pop(PARAMS, None)
+    return json.dumps(document).encode() if drop_nested(document) or steers else raw
+
+
+def drop_nested(document: dict[str, Any]) -> bool:
+    """Take hand-off parameters out of ``vllm_xargs``, where vLLM reads them too; whether any were.
+
+    A value there can be no object, and one that is none ends vLLM's scheduler for all.
+    """
+    nested = document.get("vllm_xargs")
+    if not isinstance(nested, dict) or PARAMS not in nested:
+        return False
+    del nested[PARAMS]
+    return True

@@ -12,13 +12,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from ppdbench.cluster.nixl import PARAMS
 from ppdbench.core.decision import Route
 from ppdbench.http.client import Exchange
 from ppdbench.http.errors import HttpError
 from ppdbench.http.messages import Head, Headers, Request, Response
 from ppdbench.router.choose import Chooser
-from ppdbench.router.documents import without_field
+from ppdbench.router.documents import UnreadableError, without_hand_off
 from ppdbench.router.metrics import HISTOGRAMS, OUTCOMES, PLAIN, REASONS, SECONDS
 from ppdbench.router.nodes import Upstream, Upstreams
 from ppdbench.router.turns import Services
@@ -127,13 +126,32 @@ class Pages:
         )
 
     async def pass_through(self, request: web.Request) -> web.StreamResponse:
-        """What is no turn goes to a node that can do everything alone, but steers no hand-off."""
+        """What is no turn goes to a node that can do everything alone; the cap holds for it too."""
+        in_flight = self._services.metrics.in_flight
+        if in_flight.total() >= self._services.config.max_in_flight:
+            self._services.metrics.outcome("refused")
+            refusal = _error(429, "too many requests in flight", "RateLimitError")
+            refusal.headers["retry-after"] = "1"
+            return refusal
+        in_flight.add()
+        try:
+            return await self._passed_through(request)
+        finally:
+            in_flight.add(-1)
+
+    async def _passed_through(self, request: web.Request) -> web.StreamResponse:
+        """It must steer no hand-off."""
         alone = [node for node in self._upstreams.homes if node.alive]
         if not alone:
             return _error(501, f"{request.path} needs a living R, D or pD node", "NotImplemented")
         alone.sort(key=lambda node: (not node.role.needs_prefill_node, node.running.total()))
+        if request.method == "TRACE" or ".." in request.path.split("/"):
+            return _error(404, "no node is asked this", "NotFoundError")
         relay = Relay()
-        body = without_field(await request.read(), PARAMS)
+        try:
+            body = without_hand_off(await request.read())
+        except UnreadableError as error:
+            return _error(400, str(error), "BadRequestError")
         asked = self._request(alone[0], request, body)
         exchange = relay.exchange = alone[0].pool.start(alone[0].origin, asked, relay)
         try:

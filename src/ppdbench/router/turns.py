@@ -35,7 +35,7 @@ from ppdbench.http.server import Incoming, Responder
 from ppdbench.router.answer import NOTHING
 from ppdbench.router.choose import Chooser, NoNodeError, Plan
 from ppdbench.router.config import RouterConfig
-from ppdbench.router.documents import TooDeepError, written
+from ppdbench.router.documents import TooDeepError, drop_nested, written
 from ppdbench.router.health import Health
 from ppdbench.router.legs import AnswerLeg, WholeLeg
 from ppdbench.router.metrics import Metrics
@@ -182,6 +182,8 @@ class TurnInFlight:
         self._headers = request_lines(self._incoming.headers, keep_authorization=keep)
         try:
             self._body = parse_body(self._incoming.body)
+            if "vllm_xargs" in self._body and drop_nested(self._body):
+                self._incoming.body = written(self._body)
             self._plan = self._make_plan()
             self._send()
         except (BadRequestError, TooDeepError) as error:

@@ -18,7 +18,7 @@ from ppdbench.http.client import Pool
 from ppdbench.http.messages import Origin, Request
 from ppdbench.http.server import Server
 from ppdbench.router.config import HealthRule, RouterConfig
-from ppdbench.router.documents import without_field
+from ppdbench.router.documents import UnreadableError, without_hand_off
 from ppdbench.router.health import Health
 from ppdbench.router.nodes import Upstreams
 from ppdbench.router.policies import load_policy
@@ -246,7 +246,13 @@ async def test_a_sign_of_a_restart_has_the_start_time_asked_at_once(rig, sign):
 
 
 @pytest.mark.parametrize(
-    "target", ["/v1/chat%2Fcompletions", "/v1/chat/%63ompletions", "http://any/v1/chat/completions"]
+    "target",
+    [
+        "/v1/chat%2Fcompletions",
+        "/v1/chat/%63ompletions",
+        "http://any/v1/chat/completions",
+        "/v1/chat/completions#x",
+    ],
 )
 async def test_a_turn_is_a_turn_however_its_path_is_written(rig, target):
     """As nodes read it; else it would pass by identity, decision and the cap."""
@@ -268,18 +274,57 @@ async def test_what_passes_through_steers_no_hand_off(rig):
     assert list(map(orjson.loads, bodies)) == [{"input": "x"}]
 
 
-@pytest.mark.parametrize("text", ['{"kv": {"a": 1}, "x": NaN}', '{"k\\u0076": 1, "x": 2}'])
+@pytest.mark.parametrize("roles", [("P", "D"), ("R",)])
+async def test_extra_arguments_steer_no_hand_off(rig, roles):
+    """There, too, vLLM reads hand-off parameters, and one that is no object ends its scheduler."""
+    await rig.start(*roles)
+
+    answer = await rig.chat(vllm_xargs={"kv_transfer_params": "x", "other": 1})
+
+    assert answer.head.status == 200
+    sent = [orjson.loads(body) for _, path, body in rig.got if path == CHAT]
+    assert [body["vllm_xargs"] for body in sent] == [{"other": 1}] * len(roles)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"kv_transfer_params": {"a": 1}, "x": NaN}',
+        '{"\\u006bv_transfer_params": 1, "x": 2}',
+        '{"vllm_xargs": {"kv_transfer_params": "x", "y": 3}}',
+        '{"vllm_xargs": {"\\u006bv_transfer_params": "x"}, "kv_transfer_params": 1}',
+    ],
+)
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-8-sig"])
 def test_a_field_is_found_as_an_engine_finds_it(text, encoding):
-    """Escaped, beside a NaN, in another encoding."""
-    assert b"kv" not in without_field(text.encode(encoding), "kv")
-    assert b"\\u0076" not in without_field(text.encode(encoding), "kv")
+    """Escaped, beside a NaN, in another encoding, among vLLM's extra arguments."""
+    left = without_hand_off(text.encode(encoding))
+
+    assert b"v_transfer_params" not in left
+    assert set(orjson.loads(left.replace(b"NaN", b"0"))) <= {"x", "vllm_xargs"}
 
 
-@pytest.mark.parametrize("raw", [b"", b"\xff", b"[]", b'{"a":1e2 }', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"\xff\0", b"[]", b'{"a":1e2 }', b"[" * 100_000, b'{"a":"kv_transfer_params"}', b"\\u{"],
+)
 def test_what_has_no_such_field_stays_byte_for_byte(raw):
-    """No JSON, too deep, or simply without it."""
-    assert without_field(raw, "kv") == raw
+    """No JSON, or simply without it."""
+    assert without_hand_off(raw) == raw
+
+
+@pytest.mark.parametrize("hides", [b"[" * 5000 + b"]" * 5000, b"1" * 5000], ids=["deep", "long"])
+async def test_what_only_an_engine_could_read_is_not_passed(rig, hides):
+    """Its parser may have higher limits, and would find there what we could not."""
+    await rig.start("R")
+    body = b'{"kv_transfer_params":{"do_remote_prefill":true},"x":%b}' % hides
+
+    answer = await rig.ask("POST", "/v1/responses", body)
+
+    assert answer.head.status == 400
+    assert not [path for _, path, _ in rig.got if path == "/v1/responses"]
+    with pytest.raises(UnreadableError):
+        without_hand_off(body)
 
 
 async def test_a_preflight_brings_no_key_and_is_a_nodes_to_answer(rig):
