@@ -33,8 +33,10 @@ class ReplayTransport(asyncio.Transport):
         self._responder = responder
         self._protocol = protocol
         self._closed = False
+        self._lost = False
         self._paused = False
         responder.on_writable = self._go_on
+        responder.on_gone = self._lose
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self._responder.pass_on(bytes(data))
@@ -54,6 +56,13 @@ class ReplayTransport(asyncio.Transport):
         if not self._closed:
             self._closed = True
             self._responder.hang_up()
+            asyncio.get_running_loop().call_soon(self._lose)
+
+    def _lose(self) -> None:
+        """Tell the protocol once, as every transport does, or aiohttp keeps it for ever."""
+        if not self._lost:
+            self._lost = self._closed = True
+            self._protocol.connection_lost(None)
 
     def abort(self) -> None:
         self.close()
@@ -105,7 +114,6 @@ class ControlPath:
         assert self._make is not None
         protocol = self._make()
         transport = ReplayTransport(responder, protocol)
-        responder.on_gone = lambda: protocol.connection_lost(None)
         protocol.connection_made(transport)
         protocol.data_received(_rendered(incoming, chunked=responder.chunked))
 

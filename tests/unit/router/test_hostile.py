@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import tracemalloc
 
@@ -12,6 +13,7 @@ from ppdbench.http.client import Pool
 from ppdbench.http.errors import BrokenError
 from ppdbench.http.messages import Origin, Request
 from ppdbench.http.server import Server
+from ppdbench.router.control import ReplayTransport
 
 CHUNKED = b"POST %b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -207,3 +209,16 @@ async def test_what_was_read_is_not_sent_again():
     assert len(met) == 1
     await pool.close()
     server.close()
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/ui", "/v1/other", "/nowhere"])
+async def test_nothing_stays_of_what_was_no_turn(bench_for, path):
+    """Probes and scrapes come for months."""
+    bench = await bench_for("1R")
+
+    for _ in range(20):
+        await exchanged(bench.router.url, b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % path.encode())
+    gc.collect()
+
+    kept = [thing for thing in gc.get_objects() if isinstance(thing, ReplayTransport)]
+    assert len(kept) < 5
