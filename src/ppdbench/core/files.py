@@ -27,3 +27,16 @@ def write_whole(path: Path, content: bytes) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+def stamp_of(path: Path) -> tuple[int, ...] | None:
+    """Differs for a file of other content; ``None`` where there is none.
+
+    Modification time and size alone would not tell: files that were installed, or copied with
+    their times, may share them. Nobody can set the time of the last change of state.
+    """
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, status.st_dev

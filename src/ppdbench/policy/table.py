@@ -6,6 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ppdbench.core.decision import Decision, Features
+from ppdbench.core.files import stamp_of
 from ppdbench.core.topology import Role
 from ppdbench.table.lookup import Lookup
 from ppdbench.table.schema import Table, load_table
@@ -35,16 +36,14 @@ def load_table_policy(path: str, topology: str | None = None) -> TablePolicy:
         TableError: a file that is no good table.
         UsageError: a table of several topologies, none of them the cluster's.
     """
-    file = Path(path)
-    stamp = (file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else None
-    return _kept_policy(path, topology, stamp)
+    return _kept_policy(path, topology, stamp_of(Path(path)))
 
 
 @lru_cache(maxsize=8)
 def _kept_policy(
     path: str,
     topology: str | None,
-    stamp: tuple[int, int] | None,  # noqa: ARG001 — a rewritten file is another key
+    stamp: tuple[int, ...] | None,  # noqa: ARG001 — a rewritten file is another key
 ) -> TablePolicy:
     """A sweep asks for the same table at every point, and making one costs more than a point."""
     return TablePolicy(load_table(Path(path)), f"table:{path}", topology)

@@ -64,7 +64,10 @@ class Speaker(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Where a turn goes and why, and what is needed to note it afterwards."""
+    """Where a turn goes and why, and what is needed to note it afterwards.
+
+    ``drift`` is of the table that was asked; another one may have been taken meanwhile.
+    """
 
     decision: Decision
     features: Features
@@ -73,6 +76,7 @@ class Plan(NamedTuple):
     prefill: Upstream | None
     holds_kv: bool
     shadow: Decision | None = None
+    drift: Drift | None = None
 
 
 class Chooser:
@@ -149,7 +153,7 @@ class Chooser:
             if self.shadow is not None:
                 shadow = decide(self.shadow, features, home.role, holds_kv=holds_kv)
         prefill = self._prefill_for(decision)
-        return Plan(decision, features, speaker, home, prefill, holds_kv, shadow)
+        return Plan(decision, features, speaker, home, prefill, holds_kv, shadow, self.drift)
 
     def again(self, plan: Plan, body: Mapping[str, Any], without: Collection[str]) -> Plan:
         """The plan after its nodes in ``without`` broke: another P, or another home and so cold.

@@ -6,6 +6,7 @@ from math import log2
 from typing import Protocol
 
 from ppdbench.core.decision import Decision, Route
+from ppdbench.table.lookup import EXTRAPOLATED
 from ppdbench.table.schema import Table
 
 MIN_TURNS = 50
@@ -27,7 +28,7 @@ class Drift:
     """Mean log-ratio of measured to expected TTFT per route, over about the last 200 turns.
 
     Beyond :data:`LIMIT_OCTAVES` the table is not believed for :data:`HOLD_S`; then the mean starts
-    anew. Turn 1 and cold turns are no table's matter and are not fed.
+    anew. Turn 1 and cold turns are no table's matter, nor are turns outside its measured range.
     """
 
     def __init__(self, table: Table) -> None:
@@ -65,7 +66,12 @@ class Drift:
     def _expected_s(self, decision: Decision) -> float | None:
         if decision.cell is None or decision.route not in self._turns:
             return None
+        if EXTRAPOLATED in decision.reason:
+            return None
         cell = self._table.cells[decision.cell]
         side = cell.local if decision.route is Route.LOCAL else cell.remote
-        value = None if side is None else side.ttft_s.get(self._table.rule.stat)
+        if side is None:
+            return None
+        # The mean of logarithms is a median's; a tail's, as under --stat p99, is far off it always.
+        value = side.ttft_s.get("p50") or side.ttft_s.get(self._table.rule.stat)
         return value if value and value > 0 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ppdbench.core.files import stamp_of
 from ppdbench.policy.base import Policy
 from ppdbench.policy.parse import parse_policy
 from ppdbench.router.config import RouterConfig
@@ -51,16 +52,8 @@ class Tables:
         before, self._seen = self._seen, self._look()
         return before != self._seen
 
-    def _look(self) -> list[tuple[int, int] | None]:
-        return [_stamp(path) for path in self._paths]
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size
+    def _look(self) -> list[tuple[int, ...] | None]:
+        return [stamp_of(path) for path in self._paths]
 
 
 def _load(config: RouterConfig, name: str) -> Policy:

@@ -519,11 +519,8 @@ class TurnInFlight:
 
     def _feed_drift(self, plan: Plan, leg: AnswerLeg, ttft_s: float) -> None:
         """Only a stream shows its first token; what an unstreamed answer took is no TTFT."""
-        drift = self._services.chooser.drift
-        if drift is not None and leg.streaming:
-            now_s = leg.at_s + self._services.clock_offset_s
-            drift.feed(plan.decision, ttft_s, now_s)
-            self._services.metrics.board.put("drift_alarm", float(drift.alarm(now_s)))
+        if plan.drift is not None and leg.streaming:
+            plan.drift.feed(plan.decision, ttft_s, leg.at_s + self._services.clock_offset_s)
 
 
 def token_ids(body: Mapping[str, Any]) -> list[int] | None:

@@ -158,8 +158,15 @@ class Router:
             self.services.health.share_progress()
             self.services.metrics.follow(self.services.chooser.memory)
             now_s = time.monotonic()
+            self._show_drift(now_s + self.services.clock_offset_s)
             for turn in [turn for turn in self.services.turns if turn.overdue(now_s)]:
                 turn.give_up()
+
+    def _show_drift(self, now_s: float) -> None:
+        """Also when the alarm ends, or its table goes, and no turn comes."""
+        drift = self.services.chooser.drift
+        alarm = drift is not None and drift.alarm(now_s)
+        self.services.metrics.board.put("drift_alarm", float(alarm))
 
     async def reload(self) -> None:
         """Take the table anew, whole or not at all; a bad file keeps the one in use.

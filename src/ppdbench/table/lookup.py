@@ -25,6 +25,9 @@ Array = NDArray[np.float64]
 Box = tuple[int, ...] | int
 """The one cell of a box, or those that a border inside it divides."""
 
+EXTRAPOLATED = "extrapolated"
+"""In the reason of a decision for a request outside the measured range."""
+
 MAX_BOXES = 8_000
 MAX_BOXES_PER_AXIS = 24
 CHUNK = 400_000
@@ -71,10 +74,10 @@ class Lookup:
         default = Route(table.rule.undecided.value)
         verdicts = [(i, table.verdicts[i]) for i in self.cells]
         self._decisions = tuple(
-            tuple(_decision(i, v, default, outside) for outside in ("", "extrapolated"))
+            tuple(_decision(i, v, default, outside) for outside in ("", EXTRAPOLATED))
             for i, v in verdicts
         )
-        self._far = Decision(default, "table,extrapolated,too_far")
+        self._far = Decision(default, f"table,{EXTRAPOLATED},too_far")
 
     def __repr__(self) -> str:
         return f"<Lookup {self.topology}: {len(self.cells)} cells, {len(self._boxes)} boxes>"

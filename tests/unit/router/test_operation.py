@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from dataclasses import replace
 
 import pytest
@@ -13,9 +15,12 @@ from ppdbench.core.topology import Role
 from ppdbench.http.server import Responder
 from ppdbench.policy.rules import decide
 from ppdbench.policy.table import load_table_policy
-from ppdbench.router.drift import MIN_TURNS, Drift
+from ppdbench.router.drift import HOLD_S, MIN_TURNS, Drift
 from ppdbench.router.fitness import LiveFacts, mismatches
 from ppdbench.router.policies import check_policy, load_policy
+from ppdbench.table.schema import AXES, Cell, Table, save_table
+from ppdbench.table.score import STATISTICS, Rule, Side
+from ppdbench.testing.fake import Service
 
 from .tables import a_table
 
@@ -76,6 +81,24 @@ async def test_a_changed_table_is_taken_and_a_bad_one_is_not(bench_for, tmp_path
 
     assert routes == ["local", "local", "remote"]
     assert (bench.total("reloads"), bench.total("reloads_failed")) == (1, 1)
+
+
+async def test_a_table_of_the_same_time_and_size_is_another_all_the_same(bench_for, tmp_path):
+    """As installed files are; they differ in nothing that anyone can set."""
+    path, other = tmp_path / "t.json", tmp_path / "other.json"
+    a_table(path, local=True, note="")
+    a_table(other, local=False, note="")
+    a_table(path, local=True, note=" " * (other.stat().st_size - path.stat().st_size))
+    assert other.stat().st_size == path.stat().st_size
+    bench = await bench_for("1P_1D", policy=f"table:{path}")
+    first = await bench.chat(USER)
+    before = path.stat().st_mtime_ns
+
+    path.write_bytes(other.read_bytes())
+    os.utime(path, ns=(before, before))
+    await bench.router.reload()
+
+    assert (await bench.chat(follow_up(first))).route == "remote"
 
 
 async def test_of_two_reloads_at_once_the_newest_file_wins(bench_for, tmp_path):
@@ -191,6 +214,67 @@ def test_drift_turns_the_table_off_for_a_while(tmp_path):
     assert before is decision
     assert drift.corrected(decision, 11) == Decision(Route.REMOTE, "drift")
     assert drift.corrected(decision, 1000) is decision
+
+
+@pytest.mark.parametrize(
+    ("expected", "stat", "reason", "ttft_s"),
+    [
+        ({"p50": 0.05, "p99": 0.5}, "p99", "table", 0.05),
+        ({"mean": 0.05}, "mean", "table,extrapolated", 0.5),
+    ],
+    ids=["a table of tails", "outside the measured range"],
+)
+def test_turns_as_the_cells_say_or_beyond_them_are_no_drift(expected, stat, reason, ttft_s):
+    """A tail is no expectation of a turn, and a far turn is not the cell's."""
+    tpot_s = dict.fromkeys(STATISTICS, 0.01)
+    side = Side(50, 1.0, dict.fromkeys(STATISTICS) | expected, tpot_s, tpot_s)
+    centre = dict(zip(AXES, (64, 16, 16, 1.0), strict=True))
+    cell = Cell(
+        topology="1P_1D", workload="w", backend="sim", centre=centre, remote=side, local=side
+    )
+    drift = Drift(Table(Rule(stat=stat), {}, (cell,)))
+
+    for _ in range(2 * MIN_TURNS):
+        drift.feed(Decision(Route.LOCAL, reason, 0, 0.5), ttft_s, now_s=10)
+
+    assert not drift.alarm(10)
+
+
+async def test_a_turn_that_outlives_its_table_ends_as_any_other(bench_for, tmp_path):
+    """Its cell is of the old table; the new one may have fewer."""
+    path = tmp_path / "t.json"
+    a_table(path, local=True)
+    slow = lambda _: {"service": Service(0.2, 0.001)}  # noqa: E731
+    bench = await bench_for("1P_1D", policy=f"table:{path}", engine=slow)
+    talk = [{"role": "user", "content": "t1 " * 200}]
+    talk += [assistant(await bench.chat(talk)), {"role": "user", "content": "t2 " * 100}]
+    wanted = {"stream": True, "max_tokens": 200, "ignore_eos": True}
+    turn = asyncio.create_task(bench.chat(talk, **wanted))
+    await until(lambda: bench.total("in_flight") == 1 and bench.engines["d0"].running)
+    table = load_table_policy(str(path)).table
+    save_table(replace(table, cells=table.cells[:1]), path)
+    await bench.router.reload()
+
+    assert (await turn).reason == "table"
+    await until(lambda: bench.total("in_flight") == 0)
+    receipt = (await bench.get("/ppd/decisions?limit=1")).json()["decisions"][0]
+    assert (receipt["turn"], receipt["outcome"], receipt["cell"] > 0) == (2, "ok", True)
+
+
+async def test_the_alarm_is_seen_to_end_though_no_turn_comes(bench_for, tmp_path):
+    """The gauge follows the clock, not the traffic."""
+    path = tmp_path / "t.json"
+    a_table(path, local=True)
+    bench = await bench_for("1P_1D", policy=f"table:{path}")
+    now_s = time.monotonic() + bench.router.services.clock_offset_s
+    for _ in range(MIN_TURNS):
+        bench.router.services.chooser.drift.feed(
+            Decision(Route.LOCAL, "table", 0, 0.5), 50.0, now_s
+        )
+    await until(lambda: bench.total("drift_alarm") == 1)
+    bench.router.services.clock_offset_s += HOLD_S
+
+    await until(lambda: bench.total("drift_alarm") == 0)
 
 
 async def test_a_client_may_choose_only_where_that_is_allowed(bench_for):
