@@ -212,7 +212,7 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._foul = True
             refusal = error
-        if self._whole and self._foul:
+        if self._foul and self._whole:
             del self._pieces[self._asked_pieces :]
         if self._pieces:
             self._tell_body(exchange)

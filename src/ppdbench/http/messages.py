@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import orjson
@@ -79,8 +79,7 @@ class Request:
         return b"\r\n".join(lines) + b"\r\n\r\n" + self.body
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """Status line and headers of an answer, names as the server wrote them."""
 
     status: int

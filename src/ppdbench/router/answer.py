@@ -164,8 +164,7 @@ def read_whole(body: bytes) -> tuple[Answer, Counted]:
     document = _parsed(body)
     usage = document.get("usage")
     counted = read_usage(usage) if isinstance(usage, dict) else NOTHING
-    choices = _dicts(document.get("choices"))
-    choice = choices[0] if choices else {}
+    choice = _first_dict(document.get("choices"))
     message = choice.get("message")
     message = message if isinstance(message, dict) else {}
     text = choice.get("text") or message.get("content") or ""
@@ -173,7 +172,7 @@ def read_whole(body: bytes) -> tuple[Answer, Counted]:
         text if isinstance(text, str) else "",
         ",".join(tool_ids(message)) if "tool_calls" in message else "",
         counted.output_tokens,
-        _token_ids(choice.get("token_ids")),
+        _token_ids(choice["token_ids"]) if "token_ids" in choice else (),
         bool(message.get("reasoning_content") or message.get("reasoning")),
     )
     return answer, counted
@@ -196,6 +195,13 @@ def _token_ids(ids: object) -> tuple[int, ...]:
         return tuple(array("q", ids)) if isinstance(ids, list) else ()
     except (TypeError, OverflowError):
         return ()
+
+
+def _first_dict(value: object) -> dict[str, Any]:
+    for item in value if isinstance(value, list) else ():
+        if isinstance(item, dict):
+            return item
+    return {}
 
 
 def _dicts(value: object) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from mmap import mmap
 
@@ -27,6 +28,25 @@ class Tally:
         if len(self._all) == 1:
             return values[self._mine]
         return sum(values[at] for at in self._all)
+
+
+class Histogram:
+    """Counts per bucket and the sum, on the board with their places found.
+
+    The sum's place follows those of the buckets, of which there is one more than ``bounds``.
+    """
+
+    __slots__ = ("_at", "_bounds", "_values")
+
+    def __init__(self, values: memoryview[float], at: int, bounds: Sequence[float]) -> None:
+        self._values = values
+        self._at = at
+        self._bounds = bounds
+
+    def observe(self, value: float) -> None:
+        values, bounds, at = self._values, self._bounds, self._at
+        values[at + bisect_left(bounds, value)] += 1.0
+        values[at + len(bounds) + 1] += value
 
 
 class Common:
@@ -75,6 +95,10 @@ class Board:
         """``name`` for frequent use."""
         at = self._index[name]
         return Tally(self._values, self._base + at, range(at, self._shared, self._stride))
+
+    def histogram(self, first: str, bounds: Sequence[float]) -> Histogram:
+        """The one whose first bucket is ``first``, for frequent use."""
+        return Histogram(self._values, self._base + self._index[first], bounds)
 
     def common(self, name: str) -> Common:
         """``name`` in everybody's row."""

@@ -22,6 +22,9 @@ _BUCKET_BYTES = _WAYS * (KEY_BYTES + _NOTE_BYTES)
 _USED_OFFSET = 8 + 4 + 4
 _USED = struct.Struct("<I")
 _CRC = struct.Struct("<I")
+_FIRST_BYTES = struct.Struct("<I")
+_CRC_OF_A_WHOLE = 0x2144DF1C
+"""What crc32 makes of anything that ends with its own crc32."""
 _EMPTY = bytes(KEY_BYTES)
 
 ANSWERED = 1
@@ -103,8 +106,8 @@ class Memory:
         raw = self._read(key)
         if raw is None:
             return None
-        note = Note._make(_BODY.unpack_from(raw))
-        return None if note.flags & _DIRECTORY else note
+        fields = _BODY.unpack_from(raw)
+        return None if fields[_FLAGS_AT] & _DIRECTORY else Note._make(fields)
 
     def put(self, key: bytes, note: Note) -> None:
         """Write or overwrite."""
@@ -123,7 +126,8 @@ class Memory:
         self._write(key, _directory([size, *known], now_s), now_s)
 
     def _bucket(self, key: bytes) -> int:
-        return self._offset + (int.from_bytes(key[:4], "little") & self._mask) * _BUCKET_BYTES
+        first: int = _FIRST_BYTES.unpack_from(key)[0]
+        return self._offset + (first & self._mask) * _BUCKET_BYTES
 
     def _way(self, bucket: int, key: bytes) -> int | None:
         at = self._buffer.find(key, bucket, bucket + _KEYS_BYTES) - bucket
@@ -135,11 +139,11 @@ class Memory:
         if way is None:
             return None
         start = bucket + _KEYS_BYTES + way * _NOTE_BYTES
-        body = self._buffer[start : start + _CHECKED_BYTES]
-        if _CRC.unpack_from(self._buffer, start + _CHECKED_BYTES)[0] != crc32(body, key[0]):
+        raw = self._buffer[start : start + _NOTE_BYTES]
+        if crc32(raw, key[0]) != _CRC_OF_A_WHOLE:
             self.torn += 1
             return None
-        return body
+        return raw
 
     def _write(self, key: bytes, body: bytes, now_s: int) -> None:
         bucket = self._bucket(key)
@@ -174,5 +178,5 @@ def _directory(sizes: list[int], now_s: int) -> bytes:
 
 
 def _sizes_in(raw: bytes) -> tuple[int, ...]:
-    first_two, third, fourth, *_ = _BODY.unpack(raw)
+    first_two, third, fourth, *_ = _BODY.unpack_from(raw)
     return (first_two & 0xFFFFFFFF, first_two >> 32, third, fourth)

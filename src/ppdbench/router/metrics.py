@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 from ppdbench.core.decision import Route
 from ppdbench.router.board import Board, Tally
 from ppdbench.router.memory import Memory
@@ -46,12 +44,12 @@ class Metrics:
         self.board = board
         self.in_flight = board.tally("in_flight")
         self._routes = {
-            f"{route}:{reason}": board.tally(f"route:{route}:{reason}")
+            (route, reason): board.tally(f"route:{route}:{reason}")
             for route in Route
             for reason in REASONS
         }
         self._outcomes = {outcome: board.tally(f"outcome:{outcome}") for outcome in OUTCOMES}
-        self._histograms = {name: _histogram(board, name) for name in HISTOGRAMS}
+        self._histograms = {name: board.histogram(f"{name}:0", SECONDS) for name in HISTOGRAMS}
         self._followed = (0, 0)
 
     def follow(self, memory: Memory) -> None:
@@ -63,21 +61,14 @@ class Metrics:
 
     def route(self, route: Route, reason: str) -> Tally:
         """The count of turns that went this way; of a reason's words the first one counts."""
-        tally = self._routes.get(f"{route}:{reason}")
+        tally = self._routes.get((route, reason))
         if tally is None:
             word = reason.partition(",")[0]
-            tally = self._routes[f"{route}:{word if word in REASONS else 'other'}"]
+            tally = self._routes.get((route, word)) or self._routes[route, "other"]
         return tally
 
     def outcome(self, outcome: str) -> None:
         self._outcomes[outcome].add()
 
     def observe(self, name: str, seconds: float) -> None:
-        buckets, total = self._histograms[name]
-        buckets[bisect_left(SECONDS, seconds)].add()
-        total.add(seconds)
-
-
-def _histogram(board: Board, name: str) -> tuple[tuple[Tally, ...], Tally]:
-    buckets = tuple(board.tally(f"{name}:{at}") for at in range(len(SECONDS) + 1))
-    return buckets, board.tally(f"{name}:sum")
+        self._histograms[name].observe(seconds)

@@ -203,14 +203,16 @@ def _candidates(low: Array, high: Array, logs: Array) -> list[Box]:
     """Cells that may be nearest somewhere in each box from ``low`` to ``high``.
 
     The difference of two squared distances is linear, so its extreme lies at a corner: a cell is
-    out when the cell nearest to the box's middle beats it even at its best corner.
+    out when the cell nearest to the box's middle beats it even at its best corner. So is a later
+    cell that can do no more than tie, as those whose border is an edge of the box.
     """
     low, high = low[:, None, :], high[:, None, :]
     middles = np.sum((logs - (low + high) / 2) ** 2, axis=2)
-    winner = logs[np.argmin(middles, axis=1)][:, None, :]
+    first = np.argmin(middles, axis=1)[:, None]
+    winner = logs[first]
     slope = -2 * (winner - logs)
     excess = np.sum(winner**2 - logs**2 + np.maximum(slope * low, slope * high), axis=2)
-    kept = excess >= -TIE
+    kept = excess >= np.where(np.arange(len(logs)) > first, TIE, -TIE)
     counts = kept.sum(axis=1)
     cells = np.flatnonzero(kept) % len(logs)
     found = np.split(cells, np.cumsum(counts)[:-1])
