@@ -158,13 +158,16 @@ class Memory:
         free = self._way(bucket, _EMPTY)
         if free is not None:
             return free
-        self.evicted += 1
         base = bucket + _KEYS_BYTES + _USED_OFFSET
         ages = [
             (now_s - int(_USED.unpack_from(self._buffer, base + way * _NOTE_BYTES)[0]), way)
             for way in range(_WAYS)
         ]
-        return max(ages)[1]
+        oldest = max(ages)[1]
+        # A key that ends in a zero byte hides a free way behind it, which is the oldest then.
+        start = bucket + oldest * KEY_BYTES
+        self.evicted += self._buffer[start : start + KEY_BYTES] != _EMPTY
+        return oldest
 
     def _used_in(self, bucket: int) -> int:
         keys = self._buffer[bucket : bucket + _KEYS_BYTES]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import struct
 from collections import deque
+from contextlib import suppress
 from mmap import mmap
+from os import fstat
+from os.path import samestat
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -121,8 +124,10 @@ class Receipts:
         self._base = offset + worker * SLOTS * SLOT_BYTES
         self._next = 0
         self._pending: deque[Receipt] = deque(maxlen=SLOTS)
+        self._path = path
         self._log: IO[bytes] | None = None if path is None else path.open("ab", buffering=0)
         self._log_fails = False
+        self._log_cut = False
 
     @staticmethod
     def bytes_for(workers: int) -> int:
@@ -135,20 +140,35 @@ class Receipts:
             self._append(self._log, self._rendered(receipt) + b"\n")
 
     def share(self) -> None:
-        """Show the other workers what is kept; alone, nobody sees it before :meth:`latest`."""
+        """Show the other workers what is kept; alone, nobody sees it before :meth:`latest`.
+
+        A log that was moved away or removed, as those who rotate logs do, is begun anew.
+        """
         if self._workers > 1:
             self._flush()
+        if self._log is not None and self._path is not None:
+            self._follow(self._log, self._path)
+
+    def _follow(self, file: IO[bytes], path: Path) -> None:
+        with suppress(OSError):
+            if path.exists() and samestat(path.stat(), fstat(file.fileno())):
+                return
+            self._log = path.open("ab", buffering=0)
+            file.close()
 
     def _append(self, file: IO[bytes], line: bytes) -> None:
         """A log that cannot be written, as on a full disk, stops no turn; it is said once."""
+        # What was cut off by a full disk stays a line of its own.
+        line = b"\n" + line if self._log_cut else line
         try:
-            file.write(line)
+            written = file.write(line)
         except OSError as error:
             if not self._log_fails:
                 log.error("decisions log %s: %s; free some room", file.name, error.strerror)  # noqa: TRY400
             self._log_fails = True
         else:
             self._log_fails = False
+            self._log_cut = written != len(line)
 
     def _flush(self) -> None:
         while self._pending:

@@ -17,7 +17,7 @@ from ppdbench.http.files import raise_file_limit
 from ppdbench.policy.base import Policy
 from ppdbench.router.config import RouterConfig
 from ppdbench.router.policies import Tables, check_policy, load_policy
-from ppdbench.router.shared import Shared, gauge_names, make_buffer
+from ppdbench.router.shared import Shared, gauge_names, make_buffer, state_locked
 from ppdbench.router.worker import Router, serve_until_told
 
 log = logging.getLogger("ppdbench.router")
@@ -35,11 +35,12 @@ def run(config: RouterConfig, ready: Callable[[str], None]) -> None:
     for warning in asyncio.run(check_policy(policy if shadow is None else shadow, config)):
         log.warning("%s", warning)
     raise_file_limit()
-    buffer = make_buffer(config)
-    if config.workers == 1:
-        _work(config, policy, buffer, 0, ready)
-    else:
-        _Crew(config, policy, buffer, ready).work()
+    with state_locked(config.state_file):
+        buffer = make_buffer(config)
+        if config.workers == 1:
+            _work(config, policy, buffer, 0, ready)
+        else:
+            _Crew(config, policy, buffer, ready).work()
 
 
 def _work(  # noqa: PLR0913, PLR0917  (what a worker is made of)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fcntl import LOCK_EX, LOCK_NB, flock
 from mmap import mmap
 from pathlib import Path
 
@@ -96,6 +99,30 @@ def make_buffer(config: RouterConfig) -> mmap:
         board.clear(gauge_names(config.cluster))  # of a router that was killed
         board.close()
     return buffer
+
+
+@contextmanager
+def state_locked(path: Path | None) -> Iterator[None]:
+    """No other router uses the state file meanwhile; forked workers hold the lock as well.
+
+    Raises:
+        UsageError: one does, or there can be no such file.
+    """
+    if path is None:
+        yield
+        return
+    try:
+        file = path.open("ab")
+        flock(file, LOCK_EX | LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise UsageError(
+            f"state file {path} is in use by another router; stop that one or name another file"
+        ) from error
+    except OSError as error:
+        raise UsageError(f"state file {path} cannot be used: {error.strerror}") from error
+    with file:
+        yield
 
 
 def _mapped_file(path: Path, layout: Layout, stamp: bytes) -> mmap:

@@ -507,20 +507,18 @@ class TurnInFlight:
         services, leg = self._services, self._leg
         services.metrics.observe("decide_s", self.decide_s)
         ttft_s = tpot_s = None
-        if leg is not None and leg.first_at_s is not None and self.outcome == "ok":
+        # Only a stream shows its first token; what an unstreamed answer took is no TTFT.
+        if leg is not None and leg.streaming and leg.first_at_s and self.outcome == "ok":
             ttft_s = leg.first_at_s - self._incoming.received_at_s
             services.metrics.observe("ttft_s", ttft_s)
             tpot_s = _tpot_s(leg)
-            self._feed_drift(plan, leg, ttft_s)
+            if plan.drift is not None:
+                now_s = leg.at_s + services.clock_offset_s
+                plan.drift.feed(plan.decision, ttft_s, now_s)
         counted = NOTHING if leg is None else leg.counted
         services.receipts.record(
             Receipt.of(plan, self.outcome, ttft_s, tpot_s, counted, self._incoming.received_at_s)
         )
-
-    def _feed_drift(self, plan: Plan, leg: AnswerLeg, ttft_s: float) -> None:
-        """Only a stream shows its first token; what an unstreamed answer took is no TTFT."""
-        if plan.drift is not None and leg.streaming:
-            plan.drift.feed(plan.decision, ttft_s, leg.at_s + self._services.clock_offset_s)
 
 
 def token_ids(body: Mapping[str, Any]) -> list[int] | None:

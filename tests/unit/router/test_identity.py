@@ -293,6 +293,17 @@ def test_memory_is_bounded_and_the_longest_unused_goes():
     assert (memory.evicted, memory.used(), memory.capacity) == (2, 8, 8)
 
 
+def test_a_free_place_behind_a_key_that_ends_in_zero_is_free():
+    """Taking it evicts nobody."""
+    memory = Memory(mmap(-1, Memory.bytes_for(1)), 0, 1)
+    keys = [bytes([*[at] * 15, 0]) for at in range(1, 9)]
+    for at, key in enumerate(keys):
+        memory.put(key, Note(at, 1, 1, 100 + at, 0, 1, 0, 0))
+
+    assert all(map(memory.get, keys))
+    assert memory.evicted == 0
+
+
 def test_a_torn_note_reads_as_unknown():
     """Two writers at once cost a note, never a wrong one."""
     buffer = mmap(-1, Memory.bytes_for(1))

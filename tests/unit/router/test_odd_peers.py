@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -349,6 +350,38 @@ async def test_a_log_that_cannot_be_written_stops_no_turn(rig, caplog):
 
     assert statuses == [200, 200, 200]
     assert sum("decisions log" in record.message for record in caplog.records) == 1
+
+
+async def test_a_line_that_a_full_disk_cuts_spoils_no_other(rig, tmp_path):
+    """The next one begins anew, so that each whole line is JSON."""
+    path = tmp_path / "log"
+    await rig.start("R", decisions_log=path)
+    await rig.chat()
+    size = path.stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, limits[1]))
+    await rig.chat()
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    await rig.chat()
+
+    first, cut, last = path.read_bytes().splitlines()
+    assert len(cut) == 20
+    assert [orjson.loads(line)["outcome"] for line in (first, last)] == ["ok", "ok"]
+
+
+async def test_a_log_that_was_moved_away_is_begun_anew(rig, tmp_path):
+    """As those do who rotate logs; nobody needs to tell the router."""
+    path = tmp_path / "log"
+    await rig.start("R", decisions_log=path)
+    await rig.chat()
+
+    path.rename(tmp_path / "log.1")
+    rig.router.services.receipts.share()
+    await rig.chat()
+
+    assert len(path.read_bytes().splitlines()) == 1
+    assert len((tmp_path / "log.1").read_bytes().splitlines()) == 1
 
 
 async def test_a_home_that_was_away_makes_up_for_nothing(rig):

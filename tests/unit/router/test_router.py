@@ -144,3 +144,17 @@ async def test_an_http_1_0_client_gets_a_stream_without_chunks(bench_for):
     assert b"transfer-encoding" not in head
     assert body.startswith(b"data: {")
     assert body.endswith(b"data: [DONE]\n\n")
+
+
+async def test_only_a_stream_has_a_ttft(bench_for):
+    """An unstreamed answer comes whole: when its first token was there nobody knows."""
+    bench = await bench_for("1P_1D", policy="local")
+    for stream in (False, True):
+        await bench.chat([{"role": "user", "content": "hello"}], stream=stream)
+
+    streamed, whole = (await bench.get("/ppd/decisions")).json()["decisions"]
+    metrics = (await bench.get("/metrics")).body.decode()
+
+    assert streamed["ttft_s"] > 0
+    assert (whole["ttft_s"], whole["tpot_s"], whole["outcome"]) == (None, None, "ok")
+    assert "ppd_ttft_seconds_count 1.0" in metrics

@@ -370,6 +370,24 @@ async def test_a_port_in_use_is_exit_code_3(workers, shared):
     assert str(port) in error.decode()
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_a_state_file_serves_one_router(tmp_path, workers):
+    """Two would mix up each other's counts and notes."""
+    options = [
+        "--policy", "roles", "--node", "R=http://127.0.0.1:1", "--workers", workers,
+        "--state-file", str(tmp_path / "state"),
+    ]  # fmt: skip
+    async with serving(*options, port=free_port()):
+        second = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "ppdbench", "serve", *options, "--port", str(free_port()),
+            stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        _, error = await asyncio.wait_for(second.communicate(), 60)
+
+    assert second.returncode == 2
+    assert "in use by another router" in error.decode()
+
+
 async def test_the_decisions_log_holds_one_line_per_turn_and_no_text(tmp_path):
     """Counts, names and times only."""
     log = tmp_path / "decisions.jsonl"
