@@ -242,6 +242,13 @@ class Chooser:
         alive = [node.running.total() for node in self._upstreams.homes if node.alive]
         return running > OVERLOAD_FACTOR * sum(alive) / len(alive)
 
+    def other_home(self, home: Upstream) -> Upstream:
+        """A living node that can take hand-offs too, or ``home`` where there is no other."""
+        for node in self._upstreams.homes:
+            if node is not home and node.alive and node.role.needs_prefill_node:
+                return node
+        return home
+
     def _calmest(self) -> Upstream:
         alive = [node for node in self._upstreams.homes if node.alive]
         return min(alive, key=lambda node: node.running.total())

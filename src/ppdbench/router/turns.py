@@ -362,6 +362,7 @@ class TurnInFlight:
         elif leg.status == 200:
             self._finish("ok")
         else:
+            self._release_elsewhere()  # whatever refused may not have told P
             self._finish("upstream_5xx" if leg.status >= 500 else "upstream_4xx")
 
     @_ending_the_turn
@@ -427,6 +428,11 @@ class TurnInFlight:
         if self._took_prefill_tokens:
             self._leave_prefill(self._current)
 
+    def _release_elsewhere(self) -> None:
+        """Tell P by another home than the one that failed, where there is one."""
+        if self._prefilled is not None:
+            self._release(self._services.chooser.other_home(self._current.home))
+
     def _release(self, node: Upstream) -> None:
         """Tell P through ``node`` that its blocks are free."""
         prefilled, self._prefilled = self._prefilled, None
@@ -443,8 +449,7 @@ class TurnInFlight:
             leg.fail_inside(message, kind, status)
             self._finish(outcome)
         else:
-            if self._prefilled is not None:
-                self._release(self._current.home)
+            self._release_elsewhere()
             self._refuse(status, message, kind, outcome)
 
     def _refuse_body(self, message: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from ppdbench.http.messages import Request
 from ppdbench.router.config import HealthRule, Timeouts
+from ppdbench.router.turns import TurnInFlight
 from ppdbench.testing.fake import Fault, FaultKind, Service
 
 USER = [{"role": "user", "content": "hello there, how are you today?"}]
@@ -121,6 +122,40 @@ async def test_a_client_that_leaves_before_ds_first_byte_leaves_no_block_at_p(be
     await leave_after(bench, 0.15)
 
     await until(lambda: bench.total("releases") == 1)
+    await until(lambda: not bench.engines["p0"].held)
+
+
+@pytest.mark.parametrize("status", [400, 429, 500, 503])
+@pytest.mark.parametrize("topology", ["1P_1D", "1P_2D"])
+async def test_a_d_that_refuses_leaves_no_block_at_p(bench_for, status, topology):
+    """A gateway or a full queue before D says nothing to P; the router does."""
+    fault = Fault(FaultKind.STATUS, status=status)
+    bench = await bench_for(topology, policy="remote", engine=faulty("d0", fault))
+
+    reply = await bench.chat(USER)
+
+    assert (reply.status, reply.node) == (status, "d0")
+    await until(lambda: not bench.engines["p0"].held)
+
+
+@pytest.mark.parametrize("kind", [FaultKind.HANG, FaultKind.STATUS])
+async def test_blocks_are_released_by_a_home_that_works(bench_for, kind, monkeypatch):
+    """The one that failed may be in no state to tell P."""
+    asked = []
+    release = TurnInFlight._release
+
+    def noted(turn, node):
+        asked.append(node.name)
+        release(turn, node)
+
+    monkeypatch.setattr(TurnInFlight, "_release", noted)
+    limits = Timeouts(first_byte_s=0.1)
+    options = {"policy": "remote", "engine": faulty("d0", Fault(kind)), "timeouts": limits}
+    bench = await bench_for("1P_2D", **options)
+
+    await bench.chat(USER)
+
+    assert asked == ["d1"]
     await until(lambda: not bench.engines["p0"].held)
 
 
