@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Route(StrEnum):
@@ -19,8 +19,7 @@ class Route(StrEnum):
     PULL = "pull"
 
 
-@dataclass(frozen=True, slots=True)
-class Features:
+class Features(NamedTuple):
     """All a policy may look at.
 
     ``turn`` is 1-based. ``output_tokens`` is the expected reply length. ``rate_per_s`` is
@@ -38,8 +37,7 @@ class Features:
     key: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """A route and why; the table cell's index and S where a table was asked."""
 
     route: Route

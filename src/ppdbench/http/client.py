@@ -140,7 +140,7 @@ class _Connection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._reason = b""
         self._at_s = 0.0
-        self._until_close = False
+        self._head: Head | None = None
         self._swallow = False
         self._whole = False
         self._foul = False
@@ -156,7 +156,7 @@ class _Connection(asyncio.Protocol):
         assert self._exchange is None
         assert self._transport is not None
         self._exchange = exchange
-        self._until_close = False
+        self._head = None
         exchange.sent_at_s = time.monotonic()
         self._transport.write(exchange.wire)
 
@@ -235,7 +235,7 @@ class _Connection(asyncio.Protocol):
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             return
-        if self._until_close and error is None:
+        if error is None and self._head is not None and _ends_with_connection(self._head):
             exchange.succeed(time.monotonic())
         elif self.served and exchange.crossed_a_close(time.monotonic()):
             exchange.retried = True
@@ -246,7 +246,7 @@ class _Connection(asyncio.Protocol):
     # httptools
 
     def on_message_begin(self) -> None:
-        self._headers = []  # trailers of the last answer are no headers of this one
+        self._reason, self._headers = b"", []  # trailers of the last answer are none of this one's
         self._foul = self._foul or self._whole
 
     def on_status(self, reason: bytes) -> None:
@@ -257,11 +257,10 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         head = Head(self._parser.get_status_code(), self._reason, tuple(self._headers))
-        self._reason, self._headers = b"", []
         self._swallow = head.status < 200
         if self._exchange is None or self._swallow or self._whole:
             return
-        self._until_close = _ends_with_connection(head)
+        self._head = head
         self._exchange.sink.on_head(head, self._at_s)
 
     def on_message_complete(self) -> None:
@@ -277,7 +276,8 @@ class _Connection(asyncio.Protocol):
             return
         self._exchange = None
         self.served += 1
-        self.resume()
+        if not self._reading:
+            self.resume()
         if not foul:
             self._pool.keep(self._origin, self, self._at_s)
         elif self._transport is not None:

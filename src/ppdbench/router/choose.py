@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ppdbench.core.decision import Decision, Features, Route
@@ -167,7 +166,7 @@ class Chooser:
             if _needs_one_node(body) and home.role is not Role.R:
                 decision = ALONE
             elif decision.route is COLD.route:
-                decision = replace(decision, reason="retry")
+                decision = decision._replace(reason="retry")
             plan = plan._replace(home=home, decision=decision, holds_kv=False)
         return plan._replace(prefill=self._prefill_for(plan.decision, without))
 

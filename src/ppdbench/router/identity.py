@@ -23,12 +23,9 @@ from ppdbench.router.memory import ANSWERED, MOST_ANSWER_TOKENS, SEVERAL, SPLIT,
 MAX_LOOKUPS = 32
 """Histories are looked up from their end; what lies deeper than this is cold."""
 
-_SEPARATING = tuple(
-    (name, name.encode())
-    for name in (
-        "model", "user", "cache_salt", "tools", "prompt_cache_key", "reasoning_effort",
-        "chat_template", "chat_template_kwargs", "documents",
-    )
+_SEPARATING = (
+    "model", "user", "cache_salt", "tools", "prompt_cache_key", "reasoning_effort",
+    "chat_template", "chat_template_kwargs", "documents",
 )  # fmt: skip
 """Fields with another value give another prompt from its beginning on, or another cache."""
 
@@ -147,10 +144,9 @@ def _start(body: Mapping[str, Any], kind: bytes) -> xxhash.xxh3_128:
 def _opening(body: Mapping[str, Any], kind: bytes) -> bytes:
     """What separates histories before their first word; a null is as good as nothing."""
     opening = kind
-    for name, label in _SEPARATING:
-        value = body.get(name)
+    for name, value in zip(_SEPARATING, map(body.get, _SEPARATING), strict=True):
         if value is not None:
-            opening += _part(label, _canonical(value))
+            opening += _part(name.encode(), _canonical(value))
     return opening
 
 
@@ -250,20 +246,20 @@ class NamedChat:
         self._name = name
         self._messages = messages
         self._check_before = 0
-        self.turn = 1
-        self.size = 0
+        turn, size = 1, 0
         hasher = xxhash.xxh3_64()
         for message in messages:
             if _is_answer(message):
                 self._check_before = hasher.intdigest() & _CHECK_BITS
                 hasher.update(_ANSWERED_HERE)
-                self.turn += 1
-                self.size += _length(message.get("content"))
+                turn += 1
+                size += _length(message.get("content"))
             else:
-                raw = _content(message)
+                raw, length = _content_and_length(message)
                 hasher.update(_part(b"", raw))
-                self.size += _length_in(message, raw)
+                size += length
         self._check = hasher.intdigest() & _CHECK_BITS
+        self.turn, self.size = turn, size
 
     def find(self, memory: Memory) -> Found | None:
         note = memory.get(self._name)
@@ -372,13 +368,15 @@ def _read_chat(body: Mapping[str, Any], messages: list[Any]) -> ChatHistory:
     return ChatHistory(hasher, marks, messages, size)
 
 
-def _content(message: object) -> bytes:
+def _content_and_length(message: object) -> tuple[bytes, int]:
     """As in :func:`_role_and_content`, with no more than a look at a plain question."""
     if isinstance(message, dict) and message.get("role") == "user":
         content = message.get("content")
         if isinstance(content, str):
-            return content.encode("utf-8", "replace")
-    return _role_and_content(message)[1]
+            raw = content.encode("utf-8", "replace")
+            return raw, len(raw)
+    raw = _role_and_content(message)[1]
+    return raw, _length_in(message, raw)
 
 
 def _role_and_content(message: object) -> tuple[bytes, bytes]:

@@ -83,6 +83,10 @@ class AnswerOwner(Protocol):
         """It did not come, or not whole."""
         ...
 
+    def break_off(self) -> None:
+        """It cannot be passed on for a fault of ours, which the loop logs."""
+        ...
+
 
 class AnswerLeg:
     """Passes an answer on: a stream event by event, anything else when it is whole.
@@ -159,14 +163,22 @@ class AnswerLeg:
         if self._held or not data.endswith(b"\n\n"):
             data = self._whole_events(data)
         if data:
-            self._pass_on(data, at_s)
+            try:
+                self._pass_on(data, at_s)
+            except Exception:
+                self._owner.break_off()
+                raise
 
     def on_end(self, at_s: float) -> None:
-        if self.streaming:
-            self._end_stream(at_s)
-        else:
-            self._send_whole(at_s)
-        self._owner.answered()
+        try:
+            if self.streaming:
+                self._end_stream(at_s)
+            else:
+                self._send_whole(at_s)
+            self._owner.answered()
+        except Exception:
+            self._owner.break_off()
+            raise
 
     def on_failure(self, error: HttpError, at_s: float) -> None:  # noqa: ARG002
         self._owner.broke(error)

@@ -49,7 +49,9 @@ class Metrics:
             for reason in REASONS
         }
         self._outcomes = {outcome: board.tally(f"outcome:{outcome}") for outcome in OUTCOMES}
-        self._histograms = {name: board.histogram(f"{name}:0", SECONDS) for name in HISTOGRAMS}
+        self.ttft_s, self.tpot_s, self.decide_s = (
+            board.histogram(f"{name}:0", SECONDS) for name in HISTOGRAMS
+        )
         self._followed = (0, 0)
 
     def follow(self, memory: Memory) -> None:
@@ -69,6 +71,3 @@ class Metrics:
 
     def outcome(self, outcome: str) -> None:
         self._outcomes[outcome].add()
-
-    def observe(self, name: str, seconds: float) -> None:
-        self._histograms[name].observe(seconds)

@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, Concatenate, ParamSpec
 
 import orjson
@@ -58,6 +58,8 @@ RETRY_SOON: Headers = (*JSON, (b"retry-after", b"1"))
 SESSION_HEADER = b"x-session-id"
 OVERRIDE_HEADER = b"x-ppd-force-route"
 HELD_LIMIT = 1024
+RECEIPTS_LIMIT = 4096
+"""Rendered header lines that are kept: of a table's 1,000 cells on several nodes."""
 
 _P = ParamSpec("_P")
 
@@ -73,6 +75,9 @@ class Services:
     receipts: Receipts
     held: HeldByConversation = field(default_factory=lambda: HeldByConversation(HELD_LIMIT))
     turns: set[TurnInFlight] = field(default_factory=set)
+    receipt_lines: Callable[[Decision, str], bytes] = field(
+        default_factory=lambda: lru_cache(maxsize=RECEIPTS_LIMIT)(receipt_lines)
+    )
     clock_offset_s: float = field(default_factory=lambda: time.time() - time.monotonic())
     keep_authorization: bool = field(init=False)
 
@@ -171,9 +176,15 @@ class TurnInFlight:
 
     # the way forward
 
-    @_ending_the_turn
     def begin(self) -> None:
         """Plan and send."""
+        try:
+            self._plan_and_send()
+        except Exception:
+            self.break_off()
+            raise
+
+    def _plan_and_send(self) -> None:
         services = self._services
         services.turns.add(self)
         services.metrics.in_flight.add()
@@ -270,7 +281,7 @@ class TurnInFlight:
     def _ask_home(self, plan: Plan, extra: dict[str, Any]) -> None:
         extra, strip = self._with_usage(extra)
         body = spliced(self._incoming.body, self._body, extra)
-        receipt = receipt_lines(plan.decision, plan.home.name)
+        receipt = self._services.receipt_lines(plan.decision, plan.home.name)
         field_name = TEXT_FIELDS[self._incoming.path]
         self._leg = AnswerLeg(
             self, self._responder, plan.home, receipt, field_name, strip_usage=strip
@@ -338,7 +349,6 @@ class TurnInFlight:
 
     # what the home says
 
-    @_ending_the_turn
     def known(self) -> None:
         """The home's answer is here whole: note it before the client can go on from it."""
         leg, plan = self._answer_leg, self._current
@@ -352,7 +362,6 @@ class TurnInFlight:
         if chooser.policy.name == Route.PULL:
             self._hold(plan, leg)
 
-    @_ending_the_turn
     def answered(self) -> None:
         """The home's answer reached the client whole."""
         leg = self._answer_leg
@@ -510,13 +519,15 @@ class TurnInFlight:
     def _account(self, plan: Plan) -> None:
         """Metrics and the receipt."""
         services, leg = self._services, self._leg
-        services.metrics.observe("decide_s", self.decide_s)
+        services.metrics.decide_s.observe(self.decide_s)
         ttft_s = tpot_s = None
         # Only a stream shows its first token; what an unstreamed answer took is no TTFT.
         if leg is not None and leg.streaming and leg.first_at_s and self.outcome == "ok":
             ttft_s = leg.first_at_s - self._incoming.received_at_s
-            services.metrics.observe("ttft_s", ttft_s)
+            services.metrics.ttft_s.observe(ttft_s)
             tpot_s = _tpot_s(leg)
+            if tpot_s is not None:
+                services.metrics.tpot_s.observe(tpot_s)
             if plan.drift is not None:
                 now_s = leg.at_s + services.clock_offset_s
                 plan.drift.feed(plan.decision, ttft_s, now_s)
