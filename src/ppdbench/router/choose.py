@@ -65,7 +65,8 @@ class Speaker(NamedTuple):
 class Plan(NamedTuple):
     """Where a turn goes and why, and what is needed to note it afterwards.
 
-    ``drift`` is of the table that was asked; another one may have been taken meanwhile.
+    ``drift`` is of the table that was asked; another one may have been taken meanwhile. ``several``
+    prompts or answers: their counts are of all together.
     """
 
     decision: Decision
@@ -76,6 +77,7 @@ class Plan(NamedTuple):
     holds_kv: bool
     shadow: Decision | None = None
     drift: Drift | None = None
+    several: bool = False
 
 
 class Chooser:
@@ -139,7 +141,8 @@ class Chooser:
             home, holds_kv = self._calmest(), False
         features = self._features(body, speaker, home, holds_kv=holds_kv, now_s=now_s)
         shadow = None
-        if _needs_one_node(body) and home.role is not Role.R:
+        several = _needs_one_node(body)
+        if several and home.role is not Role.R:
             decision = ALONE
         elif forced is not None and home.role is not Role.R:
             decision = Decision(forced, "override")
@@ -152,9 +155,11 @@ class Chooser:
             if self.shadow is not None:
                 shadow = decide(self.shadow, features, home.role, holds_kv=holds_kv)
         prefill = self._prefill_for(decision)
-        return Plan(decision, features, speaker, home, prefill, holds_kv, shadow, self.drift)
+        return Plan(
+            decision, features, speaker, home, prefill, holds_kv, shadow, self.drift, several
+        )
 
-    def again(self, plan: Plan, body: Mapping[str, Any], without: Collection[str]) -> Plan:
+    def again(self, plan: Plan, without: Collection[str]) -> Plan:
         """The plan after its nodes in ``without`` broke: another P, or another home and so cold.
 
         Raises:
@@ -163,7 +168,7 @@ class Chooser:
         if plan.home.name in without:
             home = self._place(without)
             decision = decide(self.policy, plan.features, home.role, holds_kv=False)
-            if _needs_one_node(body) and home.role is not Role.R:
+            if plan.several and home.role is not Role.R:
                 decision = ALONE
             elif decision.route is COLD.route:
                 decision = decision._replace(reason="retry")
@@ -171,7 +176,10 @@ class Chooser:
         return plan._replace(prefill=self._prefill_for(plan.decision, without))
 
     def note(self, plan: Plan, answer: Answer | None, prompt_tokens: int, now_s: float) -> None:
-        """Remember a turn that was answered: where it was computed and how long it now is."""
+        """Remember a turn that was answered: where it was computed and how long it now is.
+
+        Of several answers nobody knows which one the client goes on from.
+        """
         speaker, home = plan.speaker, plan.home
         history = speaker.history
         if history is None:
@@ -186,7 +194,7 @@ class Chooser:
             home.epoch,
             0,
         )
-        history.leave(self.memory, note, answer)
+        history.leave(self.memory, note, None if plan.several else answer)
 
     def learn(self, plan: Plan, body: Mapping[str, Any], counted: Counted) -> bool:
         """Correct the estimates, and what is thought of the home's cache, by what was counted.
@@ -194,7 +202,7 @@ class Chooser:
         Whether the home had lost what it was thought to hold.
         """
         estimates = self.estimates(body)
-        if counted.output_tokens:
+        if counted.output_tokens and not plan.several:
             estimates.learn_output(counted.output_tokens)
         history, found = plan.speaker.history, plan.speaker.found
         if counted.prompt_tokens is None or history is None:

@@ -410,7 +410,7 @@ class TurnInFlight:
         if self._retried or self._responder.gone:
             return False
         try:
-            plan = self._services.chooser.again(self._current, self._body, without)
+            plan = self._services.chooser.again(self._current, without)
         except NoNodeError:
             return False
         self._retried = True

@@ -182,13 +182,15 @@ class Router:
         try:
             policy = await asyncio.to_thread(load_policy, self.config)
             shadow = await asyncio.to_thread(self._tables.shadow)
-            await check_policy(policy if shadow is None else shadow, self.config)
+            warnings = await check_policy(policy if shadow is None else shadow, self.config)
         except PpdError as error:
             board.add("reloads_failed")
             log.error("kept the table in use: %s", error)  # noqa: TRY400  (a sentence, no trace)
         else:
             self.services.chooser.use(policy, shadow)
             board.add("reloads")
+            for warning in warnings:
+                log.warning("%s", warning)
             log.warning("took the table anew: %s", policy.name)
 
     async def _watch_tables(self) -> None:

@@ -16,6 +16,7 @@ from ppdbench.http.server import Responder
 from ppdbench.policy.rules import decide
 from ppdbench.policy.table import load_table_policy
 from ppdbench.router.drift import HOLD_S, MIN_TURNS, Drift
+from ppdbench.router.estimate import OUTPUT_TOKENS
 from ppdbench.router.fitness import LiveFacts, mismatches
 from ppdbench.router.policies import check_policy, load_policy
 from ppdbench.table.schema import AXES, Cell, Table, save_table
@@ -441,6 +442,30 @@ async def test_several_answers_in_one_request_are_computed_on_one_node(bench_for
 
     assert (reply.route, reply.reason) == ("local", "alone")
     assert not bench.engines["p0"].served
+
+
+async def test_the_counts_of_several_answers_teach_nothing_of_one(bench_for):
+    """They are of all together: no length of an answer, and no context behind any."""
+    bench = await bench_for("1P_1D", policy="local")
+    first = await bench.chat(USER, n=4, max_tokens=40)
+    second = await bench.chat(follow_up(first), max_tokens=1000)
+    receipt = (await bench.get("/ppd/decisions?limit=1")).json()["decisions"][0]
+
+    assert (second.route, second.reason) == ("local", "policy")
+    assert receipt["output_tokens"] == OUTPUT_TOKENS
+    assert receipt["context_tokens"] == first.json()["usage"]["prompt_tokens"]
+
+
+async def test_a_mismatch_that_is_allowed_is_said_at_a_reload_too(bench_for, tmp_path, caplog):
+    """As loudly as at the start."""
+    path = tmp_path / "t.json"
+    a_table(path, local=True)
+    bench = await bench_for("1P_1D", policy=f"table:{path}", allow_mismatch=True)
+    a_table(path, local=True, model="another")
+
+    await bench.router.reload()
+
+    assert any("MISMATCH" in record.message for record in caplog.records)
 
 
 async def test_usage_is_kept_from_a_client_that_did_not_ask(bench_for):
