@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import resource
 
 import pytest
 
 from ppdbench.core.errors import EngineError, UsageError
 from ppdbench.http.client import Pool
-from ppdbench.http.errors import BrokenError, CancelledExchangeError, ConnectError
+from ppdbench.http.errors import BrokenError, CancelledExchangeError, ConnectError, OutOfFilesError
 from ppdbench.http.messages import Origin, Request
 from ppdbench.http.server import Server
 
@@ -333,6 +335,87 @@ async def test_a_silent_server_costs_no_more_than_the_timeout(pool):
     async with Server(lambda *_: None) as server:
         with pytest.raises(BrokenError, match=r"/slow gave no whole answer in 0\.05 s"):
             await pool.fetch(Origin.parse(server.url), Request("GET", "/slow"), timeout_s=0.05)
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (b"POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\nhalf", b"HTTP/1.1 408 Request Timeout"),
+        (b"POST / HTTP/1.1\r\nhost:", b"HTTP/1.1 408 Request Timeout"),
+        (b"", b""),
+        (b"GET / HTTP/1.1\r\n\r\n", b"HTTP/1.1 200 OK"),
+    ],
+)
+async def test_a_silent_client_is_let_go(sent, told):
+    """With 408 in the middle of a request; between two the connection just closes."""
+    async with Server(echo, read_limit_s=0.1, idle_limit_s=0.2) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(sent)
+        answer = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+
+    assert answer.partition(b"\r\n")[0] == told
+
+
+async def test_a_client_that_is_waited_for_by_nobody_may_be_silent():
+    """While its answer is in the making the silence is ours, and the next request has all its time.
+
+    So has one that sends little by little.
+    """
+    responders = []
+    async with Server(
+        lambda _, responder: responders.append(responder), read_limit_s=0.3, idle_limit_s=0.3
+    ) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        for byte in b"GET / HTTP/1.1\r\n\r\n":
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.7)
+        responders[0].send(200, b"one")
+        await reader.readuntil(b"one")
+        await asyncio.sleep(0.1)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        await asyncio.wait_for(until(lambda: len(responders) == 2), 5)
+        responders[1].send(200, b"two")
+        answer = await reader.readuntil(b"two")
+        writer.close()
+
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
+@contextlib.contextmanager
+def no_more_files():
+    """This process gets no further file inside the block."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for file in taken:
+            os.close(file)
+
+
+async def test_without_files_a_server_says_so_once_and_a_client_blames_nobody(pool, caplog):
+    """A peer that we cannot connect to for that is no dead peer; served clients stay served."""
+    async with Server(echo, read_limit_s=0.12) as server:
+        origin = Origin.parse(server.url)
+        await pool.fetch(origin, Request("GET", "/"))
+        with no_more_files():
+            await asyncio.wait_for(until(lambda: caplog.records), 5)
+            await asyncio.sleep(0.05)
+            said = [record.message for record in caplog.records]
+            kept = await pool.fetch(origin, Request("GET", "/"))
+            with pytest.raises(OutOfFilesError, match="ulimit -n"):
+                await Pool().fetch(origin, Request("GET", "/"))
+
+    assert kept.ok
+    assert len(said) == 1
+    assert "are turned away: Too many open files at 1 connections" in said[0]
 
 
 async def test_requests_on_one_connection_are_answered_in_order():

@@ -7,6 +7,7 @@ parsed. The load client reads events from them; the router passes them on as the
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 import time
 from collections import defaultdict
@@ -14,7 +15,13 @@ from typing import Protocol, cast
 
 import httptools
 
-from ppdbench.http.errors import BrokenError, CancelledExchangeError, ConnectError, HttpError
+from ppdbench.http.errors import (
+    BrokenError,
+    CancelledExchangeError,
+    ConnectError,
+    HttpError,
+    OutOfFilesError,
+)
 from ppdbench.http.messages import Head, Origin, Request, Response
 
 IDLE_LIMIT_S = 4.0
@@ -445,6 +452,11 @@ class Pool:
         except TimeoutError:
             raise ConnectError(f"{origin} took no connection in {CONNECT_TIMEOUT_S:g} s") from None
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise OutOfFilesError(
+                    f"no connection to {origin}: {error.strerror}; "
+                    "raise the limit of open files (ulimit -n)"
+                ) from error
             raise ConnectError(
                 f"cannot connect to {origin}: {error.strerror or error}; is the server running?"
             ) from error

@@ -17,6 +17,10 @@ class ConnectError(HttpError):
     """Nobody listens, the name is unknown, or the connection was not made in time."""
 
 
+class OutOfFilesError(HttpError):
+    """We have no file left for a connection: that says nothing of the peer."""
+
+
 class BrokenError(HttpError):
     """The peer closed before the answer was whole, or its bytes are no HTTP."""
 

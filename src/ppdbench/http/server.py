@@ -7,6 +7,8 @@ Requests on one connection are answered one after the other. A handler gets the 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,8 +23,16 @@ import orjson
 from ppdbench.core.errors import EngineError
 from ppdbench.http.messages import JSON_TYPE, Headers
 
+log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 256 * 1024 * 1024
 MAX_HEAD_BYTES = 64 * 1024
+READ_LIMIT_S = 60.0
+"""The longest silence in the middle of a request, before it is 408."""
+
+CLIENT_IDLE_LIMIT_S = 180.0
+"""The longest silence between requests: longer than proxies and clients keep theirs."""
+
+CHECKS_PER_LIMIT = 12
 MAX_PIPELINED = 32
 """Requests that may wait on one connection before its bytes are left in the kernel."""
 
@@ -265,6 +275,16 @@ class _ServerConnection(asyncio.Protocol):
         # uvloop's transports have the interface without being asyncio.Transport.
         self._transport = cast("asyncio.Transport", transport)
         self._connections.add(self)
+        self._at_s = time.monotonic()
+
+    def check_silence(self, now_s: float, read_limit_s: float, idle_limit_s: float) -> None:
+        """Let go of a client from whom nothing comes, as long as it is its turn to speak."""
+        if self.busy:
+            self._at_s = now_s
+        elif self._head_size and now_s - self._at_s > read_limit_s:
+            self._refuse(408)
+        elif now_s - self._at_s > idle_limit_s and self._transport is not None:
+            self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         self._connections.discard(self)
@@ -405,9 +425,13 @@ class _ServerConnection(asyncio.Protocol):
 
 
 class Server:
-    """Listens and hands requests to ``handler``. ``port`` 0 takes a free one."""
+    """Listens and hands requests to ``handler``. ``port`` 0 takes a free one.
 
-    def __init__(
+    A client may be silent for ``read_limit_s`` in the middle of a request, and between two for
+    ``idle_limit_s``. Nothing limits how many there are but the files that the system allows.
+    """
+
+    def __init__(  # noqa: PLR0913  (an address and its limits)
         self,
         handler: Handler,
         *,
@@ -415,14 +439,20 @@ class Server:
         port: int = 0,
         max_body_bytes: int = MAX_BODY_BYTES,
         reuse_port: bool = False,
+        read_limit_s: float = READ_LIMIT_S,
+        idle_limit_s: float = CLIENT_IDLE_LIMIT_S,
     ) -> None:
         self._handler = handler
         self._host = host
         self._port = port
         self._max_body_bytes = max_body_bytes
         self._reuse_port = reuse_port
+        self._read_limit_s = read_limit_s
+        self._idle_limit_s = idle_limit_s
         self._server: asyncio.Server | None = None
         self._connections: set[_ServerConnection] = set()
+        self._checking: asyncio.TimerHandle | None = None
+        self._no_files = False
 
     def __repr__(self) -> str:
         return f"<Server {self.url} {len(self._connections)} connections>"
@@ -456,6 +486,33 @@ class Server:
                 "choose another port or stop what listens there"
             ) from error
         self._port = self._server.sockets[0].getsockname()[1]
+        self._check_after_a_while()
+
+    def _check_after_a_while(self) -> None:
+        wait_s = min(self._read_limit_s, self._idle_limit_s) / CHECKS_PER_LIMIT
+        self._checking = asyncio.get_running_loop().call_later(wait_s, self._check)
+
+    def _check(self) -> None:
+        now_s = time.monotonic()
+        for connection in tuple(self._connections):
+            connection.check_silence(now_s, self._read_limit_s, self._idle_limit_s)
+        self._check_files()
+        self._check_after_a_while()
+
+    def _check_files(self) -> None:
+        """Out of files, the loop closes new connections and tells nobody; so it is said here."""
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:
+            if not self._no_files:
+                log.error(  # noqa: TRY400  (a sentence, no trace)
+                    "new clients of port %d are turned away: %s at %d connections; "
+                    "raise the limit of open files (ulimit -n)",
+                    self._port, error.strerror, len(self._connections),
+                )  # fmt: skip
+            self._no_files = True
+        else:
+            self._no_files = False
 
     @property
     def busy(self) -> bool:
@@ -470,6 +527,8 @@ class Server:
     async def close(self) -> None:
         """Stop listening and close every connection."""
         self.stop_listening()
+        if self._checking is not None:
+            self._checking.cancel()
         for connection in tuple(self._connections):
             connection.abort()
         await asyncio.sleep(0)

@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 
-from ppdbench.http.errors import ConnectError, HttpError
+from ppdbench.http.errors import ConnectError, HttpError, OutOfFilesError
 from ppdbench.http.messages import Origin, Request
 from ppdbench.router.config import HealthRule
 from ppdbench.router.memory import MOST_EPOCH
@@ -28,7 +28,12 @@ class Health:
         self._doubt = asyncio.Event()
 
     def failed(self, node: Upstream, error: HttpError) -> None:
-        """A turn broke at ``node``. A refused connection means that nobody is there."""
+        """A turn broke at ``node``. A refused connection means that nobody is there.
+
+        That we are out of files means nothing of it.
+        """
+        if isinstance(error, OutOfFilesError):
+            return
         node.failures.add()
         self.doubt(node)
         self._strike(node, self._rule.down_after if isinstance(error, ConnectError) else 1)
@@ -80,6 +85,8 @@ class Health:
         request = Request("GET", "/health", node.authorization_pair)
         try:
             answer = await node.pool.fetch(node.origin, request, timeout_s=self._rule.timeout_s)
+        except OutOfFilesError:
+            return
         except HttpError as error:
             progress_at_s = max(node.progress_at_s, node.progress_cell.get())
             busy = progress_at_s >= asked_at_s and not isinstance(error, ConnectError)

@@ -7,6 +7,7 @@ import asyncio
 import orjson
 import pytest
 
+from ppdbench.http.errors import ConnectError, OutOfFilesError
 from ppdbench.http.messages import Request
 from ppdbench.router.config import HealthRule, Timeouts
 from ppdbench.router.turns import TurnInFlight
@@ -308,6 +309,19 @@ async def test_a_busy_node_that_is_slow_to_answer_health_stays_in(bench_for):
     assert reply.status == 200
     assert bench.router.upstreams["r0"].alive
     await until(lambda: not bench.router.upstreams["r0"].alive)
+
+
+async def test_a_router_out_of_files_blames_no_node(bench_for):
+    """Else all of them would seem dead until their health checks are good again."""
+    bench = await bench_for("1R")
+    node, health = bench.router.upstreams["r0"], bench.router.services.health
+
+    for _ in range(3):
+        health.failed(node, OutOfFilesError("no file left"))
+    kept = node.alive
+    health.failed(node, ConnectError("refused"))
+
+    assert (kept, node.alive) == (True, False)
 
 
 async def test_client_keys_are_asked_for_and_do_not_travel_on(bench_for):
