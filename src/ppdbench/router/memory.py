@@ -18,6 +18,7 @@ _BODY = struct.Struct("<QIIIHHIHHI")
 _CHECKED_BYTES = _BODY.size
 _NOTE_BYTES = _CHECKED_BYTES + 4
 _KEYS_BYTES = _WAYS * KEY_BYTES
+_WORD_BYTES = 8
 _BUCKET_BYTES = _WAYS * (KEY_BYTES + _NOTE_BYTES)
 _USED_OFFSET = 8 + 4 + 4
 _USED = struct.Struct("<I")
@@ -97,9 +98,15 @@ class Memory:
         return (self._mask + 1) * _WAYS
 
     def used(self) -> int:
-        """Notes held now; reads the whole table."""
-        starts = range(self._offset, self._offset + Memory.bytes_for(self._mask + 1), _BUCKET_BYTES)
-        return sum(self._used_in(start) for start in starts)
+        """Notes held now; reads the whole table, by columns, as turns wait meanwhile."""
+        end = self._offset + Memory.bytes_for(self._mask + 1)
+        step = _BUCKET_BYTES // _WORD_BYTES
+        with memoryview(self._buffer) as all_bytes, all_bytes[self._offset : end] as raw:
+            words = raw.cast("Q")
+            firsts = range(0, _KEYS_BYTES // _WORD_BYTES, KEY_BYTES // _WORD_BYTES)
+            empty = sum(words[at::step].tolist().count(0) for at in firsts)
+            words.release()
+        return self.capacity - empty
 
     def get(self, key: bytes) -> Note | None:
         """The note under ``key``, if it is whole."""
@@ -168,10 +175,6 @@ class Memory:
         start = bucket + oldest * KEY_BYTES
         self.evicted += self._buffer[start : start + KEY_BYTES] != _EMPTY
         return oldest
-
-    def _used_in(self, bucket: int) -> int:
-        keys = self._buffer[bucket : bucket + _KEYS_BYTES]
-        return sum(keys[at : at + KEY_BYTES] != _EMPTY for at in range(0, _KEYS_BYTES, KEY_BYTES))
 
 
 def _directory(sizes: list[int], now_s: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from mmap import mmap
 
 import pytest
@@ -291,6 +292,16 @@ def test_memory_is_bounded_and_the_longest_unused_goes():
 
     assert held == [False, False, *[True] * 8]
     assert (memory.evicted, memory.used(), memory.capacity) == (2, 8, 8)
+
+
+def test_used_counts_the_notes_of_every_bucket_and_nothing_before_them():
+    """The table begins somewhere in what all workers share."""
+    memory = Memory(mmap(-1, 24 + Memory.bytes_for(64)), 24, 64)
+    memory._buffer[:24] = b"x" * 24
+    for at in range(40):
+        memory.put(hashlib.md5(b"%d" % at).digest(), Note(at, 1, 1, 100, 0, 1, 0, 0))
+
+    assert (memory.used(), memory.evicted) == (40, 0)
 
 
 def test_a_free_place_behind_a_key_that_ends_in_zero_is_free():
