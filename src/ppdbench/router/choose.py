@@ -23,7 +23,15 @@ from ppdbench.router.identity import (
     explicit_key,
     read_history,
 )
-from ppdbench.router.memory import MOST_TURN, SEVERAL, SPLIT, Memory, Note
+from ppdbench.router.memory import (
+    MOST_TURN,
+    NO_PREFILL,
+    SEVERAL,
+    SPLIT,
+    Memory,
+    Note,
+    prefill_flags,
+)
 from ppdbench.router.nodes import Upstream, Upstreams
 
 ALONE = Decision(Route.LOCAL, "alone")
@@ -154,7 +162,7 @@ class Chooser:
                 decision = self.drift.corrected(decision, now_s)
             if self.shadow is not None:
                 shadow = decide(self.shadow, features, home.role, holds_kv=holds_kv)
-        prefill = self._prefill_for(decision)
+        prefill = self._prefill_for(decision, speaker.found)
         return Plan(
             decision, features, speaker, home, prefill, holds_kv, shadow, self.drift, several
         )
@@ -173,7 +181,7 @@ class Chooser:
             elif decision.route is COLD.route:
                 decision = decision._replace(reason="retry")
             plan = plan._replace(home=home, decision=decision, holds_kv=False)
-        return plan._replace(prefill=self._prefill_for(plan.decision, without))
+        return plan._replace(prefill=self._prefill_for(plan.decision, plan.speaker.found, without))
 
     def note(self, plan: Plan, answer: Answer | None, prompt_tokens: int, now_s: float) -> None:
         """Remember a turn that was answered: where it was computed and how long it now is.
@@ -192,7 +200,7 @@ class Chooser:
             home.index,
             min(speaker.turn, MOST_TURN),
             home.epoch,
-            0,
+            prefill_flags(_last_prefill(plan)),
         )
         history.leave(self.memory, note, None if plan.several else answer)
 
@@ -266,7 +274,10 @@ class Chooser:
             raise NoNodeError("no node that decodes (D, pD or R) is alive")
         return self._upstreams[self._placement.place(usable).name]
 
-    def _prefill_for(self, decision: Decision, without: Collection[str] = ()) -> Upstream | None:
+    def _prefill_for(
+        self, decision: Decision, found: Found | None, without: Collection[str] = ()
+    ) -> Upstream | None:
+        """The P with the least to compute; the one that has the history need not compute it."""
         if decision.route not in (Route.REMOTE, Route.PULL):
             return None
         usable = [n for n in self._upstreams.prefills if n.alive and n.name not in without]
@@ -276,6 +287,10 @@ class Chooser:
             return usable[0]
         specs = [node.spec for node in usable]
         load = {node.name: node.prefill_tokens.total() for node in usable}
+        if found is not None:
+            for node in usable:
+                if node.index == found.note.prefill:
+                    load[node.name] -= found.note.context_tokens
         return self._upstreams[least_loaded(specs, load).name]
 
     def _features(
@@ -323,6 +338,14 @@ def _evicted(home: Upstream, note: Note) -> bool:
     By the node's KV events, or by what an answer counted as cached.
     """
     return note.used_s <= home.gone_s.get() or note.used_s <= home.lost_s.get()
+
+
+def _last_prefill(plan: Plan) -> int:
+    """The number of the P that has most of this conversation, if any had it."""
+    if plan.prefill is not None:
+        return plan.prefill.index
+    found = plan.speaker.found
+    return NO_PREFILL if found is None else found.note.prefill
 
 
 def _turn(history: History | None, found: Found | None) -> int:

@@ -37,6 +37,10 @@ SEVERAL = 2
 SPLIT = 4
 """… and they live on different nodes, so the note names no home."""
 
+NO_PREFILL = 0xFF
+_PREFILL_SHIFT = 8
+"""The flags' upper byte is one more than the number of the P, 0 where there was none."""
+
 MOST_ANSWER_TOKENS = 0xFFFF
 MOST_TURN = 0xFFFF
 MOST_EPOCH = 0xFFFFFFFF
@@ -65,6 +69,16 @@ class Note(NamedTuple):
     flags: int
     answer_tokens: int = 0
     check: int = 0
+
+    @property
+    def prefill(self) -> int:
+        """The number of the P that last computed this conversation, else ``NO_PREFILL``."""
+        return (self.flags >> _PREFILL_SHIFT) - 1 & 0xFF
+
+
+def prefill_flags(number: int) -> int:
+    """Flags that name a P; the 255 first nodes of a cluster have a name here."""
+    return (number + 1 & 0xFF) << _PREFILL_SHIFT if number < NO_PREFILL else 0
 
 
 class Memory:

@@ -158,3 +158,25 @@ async def test_only_a_stream_has_a_ttft(bench_for):
     assert streamed["ttft_s"] > 0
     assert (whole["ttft_s"], whole["tpot_s"], whole["outcome"]) == (None, None, "ok")
     assert "ppd_ttft_seconds_count 1.0" in metrics
+
+
+@pytest.mark.parametrize("headers", [{}, {"x_session_id": "s"}], ids=["found", "named"])
+async def test_a_conversation_keeps_its_p_as_in_a_sweep(bench_for, headers):
+    """Its history is in that P's cache; another one takes over only with that much less to do."""
+    bench = await bench_for("2P_1D", policy="threshold:4")
+    p0 = bench.router.upstreams["p0"]
+    talk = []
+    for words, more_on_p0 in (
+        ("t1 " * 600, 1), ("t2 " * 100, 0), ("t3 t3", 0), ("t4 " * 100, 0), ("t5 " * 100, -10_000),
+    ):  # fmt: skip
+        talk.append({"role": "user", "content": words})
+        p0.prefill_tokens.add(more_on_p0)
+        reply = await bench.chat(talk, headers=headers)
+        p0.prefill_tokens.add(-more_on_p0)
+        talk.append({"role": "assistant", "content": reply.text()})
+
+    receipts = (await bench.get("/ppd/decisions")).json()["decisions"][::-1]
+    assert [it["prefill_node"] for it in receipts] == ["p1", "p1", None, "p1", "p0"]
+    assert [served.cached_tokens > 500 for served in bench.engines["p1"].served] == [
+        False, True, True,
+    ]  # fmt: skip
