@@ -160,14 +160,36 @@ async def test_blocks_are_released_by_a_home_that_works(bench_for, kind, monkeyp
     await until(lambda: not bench.engines["p0"].held)
 
 
+async def test_a_client_that_says_no_more_has_left(bench_for):
+    """The FIN of ``shutdown()`` is that of ``close()``: waiting to see which would keep P busy."""
+    engine = lambda _: {"service": Service(first_token_s=5.0)}  # noqa: E731
+    bench = await bench_for("1P_1D", policy="remote", engine=engine)
+
+    reader, writer = await send_chat(bench)
+    await until(lambda: bench.engines["p0"].running == 1)
+    writer.write_eof()
+    answer = await asyncio.wait_for(reader.read(), 3)
+    await until(lambda: bench.engines["p0"].cancelled == 1)
+    writer.close()
+
+    assert answer == b""
+    assert bench.total("in_flight") == 0
+
+
 async def leave_after(bench, seconds: float) -> None:
     """Send a streamed chat and close the connection after ``seconds``."""
-    body = {"model": "fake", "messages": USER, "max_tokens": 200, "stream": True}
-    wire = Request.json("/v1/chat/completions", body).render(bench.origin)
-    _, writer = await asyncio.open_connection(bench.origin.host, bench.origin.port)
-    writer.write(wire)
+    _, writer = await send_chat(bench)
     await asyncio.sleep(seconds)
     writer.transport.abort()
+
+
+async def send_chat(bench):
+    """A streamed chat on a connection of its own."""
+    body = {"model": "fake", "messages": USER, "max_tokens": 200, "stream": True}
+    wire = Request.json("/v1/chat/completions", body).render(bench.origin)
+    reader, writer = await asyncio.open_connection(bench.origin.host, bench.origin.port)
+    writer.write(wire)
+    return reader, writer
 
 
 async def test_a_node_that_never_answers_times_out(bench_for):
