@@ -16,8 +16,7 @@ JSON_TYPE = (b"content-type", b"application/json")
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """Where to connect. ``path`` is prefixed to every target; it has no slash at its end."""
 
     scheme: str

@@ -40,6 +40,7 @@ ALONE = Decision(Route.LOCAL, "alone")
 MOVED = Decision(Route.REMOTE, "moved")
 """The home runs far more than its share; another one gets the conversation, whole."""
 
+_THROUGH_P = frozenset({Route.REMOTE, Route.PULL})
 CALM_RUNNING = 32
 OVERLOAD_FACTOR = 1.5
 MODELS_LIMIT = 64
@@ -278,7 +279,7 @@ class Chooser:
         self, decision: Decision, found: Found | None, without: Collection[str] = ()
     ) -> Upstream | None:
         """The P with the least to compute; the one that has the history need not compute it."""
-        if decision.route not in (Route.REMOTE, Route.PULL):
+        if decision.route not in _THROUGH_P:
             return None
         usable = [n for n in self._upstreams.prefills if n.alive and n.name not in without]
         if not usable:

@@ -44,7 +44,7 @@ class Drift:
 
     def corrected(self, decision: Decision, now_s: float) -> Decision:
         """``decision``, or the table's default while the table is not believed."""
-        return self._fallback if self.alarm(now_s) and decision.cell is not None else decision
+        return self._fallback if now_s < self._until_s and decision.cell is not None else decision
 
     def alarm(self, now_s: float) -> bool:
         return now_s < self._until_s

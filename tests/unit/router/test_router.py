@@ -158,6 +158,7 @@ async def test_only_a_stream_has_a_ttft(bench_for):
     assert streamed["ttft_s"] > 0
     assert (whole["ttft_s"], whole["tpot_s"], whole["outcome"]) == (None, None, "ok")
     assert "ppd_ttft_seconds_count 1.0" in metrics
+    assert "ppd_tpot_seconds_count 1.0" in metrics
 
 
 @pytest.mark.parametrize("headers", [{}, {"x_session_id": "s"}], ids=["found", "named"])
