@@ -212,7 +212,7 @@ class Chooser:
         """
         estimates = self.estimates(body)
         if counted.output_tokens and not plan.several:
-            estimates.learn_output(counted.output_tokens)
+            estimates.learn_output(counted.output_tokens, body)
         history, found = plan.speaker.history, plan.speaker.found
         if counted.prompt_tokens is None or history is None:
             return False
@@ -221,7 +221,7 @@ class Chooser:
         if not history.in_tokens and (held is not None or not body.get("tools")):
             characters = history.size - (held.size if held else 0)
             tokens = counted.prompt_tokens - (held.context_tokens if held else 0)
-            estimates.learn_ratio(characters, tokens)
+            estimates.learn_ratio(characters, tokens, of_a_part=held is not None)
         if held is None or plan.decision.route is not Route.LOCAL:
             return False
         return _learn_residency(plan.home, held, counted.cached_tokens)

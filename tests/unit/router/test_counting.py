@@ -143,12 +143,12 @@ def test_one_odd_text_does_not_turn_the_ratio():
     """However long it is; what many turns show does."""
     estimates = Estimates()
     for _ in range(100):
-        estimates.learn_ratio(1_600, 400)
+        estimates.learn_ratio(1_600, 400, of_a_part=True)
 
-    estimates.learn_ratio(100_000, 100_000)
+    estimates.learn_ratio(100_000, 100_000, of_a_part=True)
     after_one = estimates.characters_per_token
     for _ in range(300):
-        estimates.learn_ratio(600, 400)
+        estimates.learn_ratio(600, 400, of_a_part=True)
 
     assert after_one == pytest.approx(4.0, rel=0.1)
     assert estimates.characters_per_token == pytest.approx(1.5, rel=0.1)
@@ -166,3 +166,32 @@ async def test_tools_do_not_count_as_characters(bench_for):
 
     assert unchanged == before
     assert bench.router.services.chooser.estimates({"model": "fake"}).characters_per_token < before
+
+
+def test_what_a_template_puts_before_a_first_turn_is_in_no_later_part():
+    """Whole prompts teach until a part does; then only parts count, which are asked for."""
+    estimates = Estimates()
+    for _ in range(1000):
+        estimates.learn_ratio(80, 20 + 40, of_a_part=False)
+    by_wholes = estimates.characters_per_token
+    for _ in range(100):
+        estimates.learn_ratio(80, 20 + 4, of_a_part=True)
+        estimates.learn_ratio(80, 20 + 40, of_a_part=False)
+
+    assert by_wholes == pytest.approx(80 / 60, rel=0.05)
+    assert estimates.characters_per_token == pytest.approx(80 / 24, rel=0.1)
+
+
+def test_answers_that_their_limit_cut_off_do_not_shorten_the_others():
+    """As a probe of one token; one that is cut off and longer than the mean does count."""
+    estimates = Estimates()
+    for _ in range(100):
+        estimates.learn_output(300, {"max_tokens": 1000})
+    for _ in range(1000):
+        estimates.learn_output(1, {"max_tokens": 1})
+    probed = estimates.output_tokens({})
+    for _ in range(1000):
+        estimates.learn_output(500, {"max_tokens": 500})
+
+    assert probed == 300
+    assert estimates.output_tokens({}) == 500
