@@ -14,7 +14,7 @@ import orjson
 from ppdbench.http.sse import SseParser
 
 DONE = b"[DONE]"
-_CUT_SHORT = ("abort", "error")
+CUT_SHORT = ("abort", "error")
 """Finish reasons of answers that the engine gave up: they come with HTTP 200 and ``[DONE]``."""
 _TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "refusal")
 
@@ -140,7 +140,7 @@ class Reply:
 
     def _take_finish(self, reason: str) -> None:
         self.finish_reason = reason
-        if reason in _CUT_SHORT:
+        if reason in CUT_SHORT:
             self.error = f"the engine cut the answer short (finish reason {reason!r})"
 
     def _take_tokens(self, ids: list[int] | None, counted: int | None, at_s: float) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from ppdbench.cluster.nixl import cached_tokens, count_of
+from ppdbench.http.reply import CUT_SHORT
 from ppdbench.router.identity import Answer
 
 _TEXT = {
@@ -26,10 +27,12 @@ _PARSED = re.compile(rb'"(?:tool_calls|token_ids)"')
 
 _REASONING = re.compile(rb'"reasoning(?:_content)?":\s*"[^"]')
 _USAGE = b'"usage"'
-_DONE_ALONE = (b"data: [DONE]", b"data:[DONE]")
-_ENDS = (b"\ndata: [DONE]", b"\ndata:[DONE]", b'"finish_reason":"', b'"finish_reason": "')
-"""What says that an answer is over. In a JSON string there is no bare newline and no bare quote."""
+_DONE = b"[DONE]"
+_FINISH = b'"finish_reason":'
+"""In a JSON string there is no bare quote, so this never stands in a text."""
 
+_CUT_SHORT = tuple(b'"%b"' % reason.encode() for reason in CUT_SHORT)
+_REASON_BYTES = 16
 _BATCH_BYTES = 16_384
 
 
@@ -90,12 +93,14 @@ def without_usage(data: bytes) -> bytes:
 class StreamReader:
     """Collects a stream's answer in batches, so that a long one is not held in raw bytes.
 
-    ``ended`` says, after :meth:`end`, whether the stream said that it was over: by ``[DONE]``, or
-    by a finish reason, as some engines leave it at that. One that just stops may lack some text.
+    ``ended_well`` says, after ``end``, whether the stream said that it was over: by ``[DONE]``,
+    or by a finish reason, as some engines leave it at that. One that just stops may lack some text,
+    and one that the engine gave up does, for all its ``[DONE]``.
     """
 
     __slots__ = (
-        "_field", "_ids", "_raw", "_raw_bytes", "_reasoned", "_text", "_tools", "counted", "ended",
+        "_done", "_field", "_finish", "_ids", "_raw", "_raw_bytes", "_reasoned", "_text", "_tools",
+        "counted",
     )  # fmt: skip
 
     def __init__(self, field: str) -> None:
@@ -107,7 +112,8 @@ class StreamReader:
         self._ids: list[Any] = []
         self._reasoned = False
         self.counted = NOTHING
-        self.ended = False
+        self._finish = b""
+        self._done = False
 
     def feed(self, data: bytes) -> None:
         """Whole events."""
@@ -129,7 +135,8 @@ class StreamReader:
         self._raw.clear()
         self._raw_bytes = 0
         self._text += _TEXT[self._field].findall(data)
-        self.ended = self.ended or _says_end(data)
+        self._finish = _last_finish(data) or self._finish
+        self._done = self._done or _says_done(data)
         if not self._reasoned and b'"reasoning' in data:
             self._reasoned = _REASONING.search(data) is not None
         if _PARSED.search(data):
@@ -147,6 +154,12 @@ class StreamReader:
             if isinstance(ids, list):
                 self._ids += ids
 
+    @property
+    def ended_well(self) -> bool:
+        if self._finish.startswith(_CUT_SHORT):
+            return False
+        return self._done or self._finish[:1] == b'"'
+
     def _take_usage(self, data: bytes, at: int) -> None:
         start = max(data.rfind(b"\ndata:", 0, at) + 1, 0)
         for event in events(data[start:]):
@@ -155,8 +168,22 @@ class StreamReader:
                 self.counted = read_usage(usage)
 
 
-def _says_end(data: bytes) -> bool:
-    return data.startswith(_DONE_ALONE) or any(mark in data for mark in _ENDS)
+def _says_done(data: bytes) -> bool:
+    """Sought from the end, where it stands; in a text it is no line of its own."""
+    at = data.rfind(_DONE)
+    return at >= 0 and data[data.rfind(b"\n", 0, at) + 1 : at].rstrip() == b"data:"
+
+
+def _last_finish(data: bytes) -> bytes:
+    """The last finish reason with its quotes, and what follows; ``null`` is none yet."""
+    at = data.rfind(_FINISH)
+    begin = at + len(_FINISH)
+    return data[begin : begin + _REASON_BYTES].lstrip() if at >= 0 else b""
+
+
+def is_cut_short(body: bytes) -> bool:
+    """Whether the engine gave up an unstreamed answer, for all its status 200."""
+    return _last_finish(body).startswith(_CUT_SHORT)
 
 
 def read_whole(body: bytes) -> tuple[Answer, Counted]:

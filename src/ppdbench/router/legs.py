@@ -14,6 +14,7 @@ from ppdbench.router.answer import (
     Counted,
     StreamReader,
     carries_token,
+    is_cut_short,
     read_whole,
     speaks_of_usage,
     without_usage,
@@ -94,7 +95,7 @@ class AnswerLeg:
     Nothing reaches the client before the first byte of a body has come, so until ``began`` the
     turn may be tried elsewhere. ``first_at_s`` and ``last_at_s`` are the reads that brought the
     first and the last token. ``strip_usage`` withholds the counts that only the router asked for.
-    ``failed_inside`` says that the node told of an error in the stream, or just stopped.
+    ``failed_inside`` says that the node told of an error in its answer, or just stopped.
     """
 
     __slots__ = (
@@ -252,7 +253,7 @@ class AnswerLeg:
         assert self._reader is not None
         self.answer = self._reader.end()
         self.counted = self._reader.counted
-        self.failed_inside |= self.status == 200 and not self._reader.ended
+        self.failed_inside |= self.status == 200 and not self._reader.ended_well
         self._owner.known()
 
     def _send_whole(self, at_s: float) -> None:
@@ -261,6 +262,7 @@ class AnswerLeg:
         body = self.whole
         if self.head.status == 200:
             self.answer, self.counted = read_whole(body)
+            self.failed_inside = is_cut_short(body)
             self._owner.known()
         self.began = True
         self._responder.send(self.head.status, body, (), self._receipt + response_lines(self.head))

@@ -481,6 +481,8 @@ def test_several_workers_share_a_port_that_has_a_number():
 
 STREAM = ((b"content-type", b"text/event-stream"),)
 EVENT = b'data: {"choices":[{"delta":{"content":"%b"}}]}\n\n' % (b"x" * 1000)
+DONE = b"data: [DONE]\n\n"
+GIVEN_UP = b'data: {"choices":[{"delta":{},"finish_reason":"abort"}]}\n\n'
 FINISH = b'data: {"choices":[{"delta":{},"finish_reason": "stop"}]}\n\n'
 
 
@@ -588,11 +590,21 @@ async def test_a_client_chooses_remote_or_local_and_nothing_else(bench_for, wish
         assert {reply.reason for reply in replies if reply.node == "d0"} == {"override"}
 
 
-@pytest.mark.parametrize("ends", [b"", b"data: [DONE]\n\n", FINISH, FINISH + b"data: [DONE]\n\n"])
-async def test_a_stream_that_just_stops_is_no_good_outcome(rig, ends):
+@pytest.mark.parametrize(
+    ("ends", "outcome"),
+    [
+        (b"", "broken"),
+        (DONE, "ok"),
+        (FINISH, "ok"),
+        (FINISH + DONE, "ok"),
+        (GIVEN_UP + DONE, "broken"),
+        (GIVEN_UP + b": %b\n\n" % (b"x" * 20_000) + DONE, "broken"),
+    ],
+)
+async def test_a_stream_that_just_stops_is_no_good_outcome(rig, ends, outcome):
     """Its bytes pass as they are, but only one that says it is over is counted, noted and learned.
 
-    Some engines leave it at a finish reason.
+    Some engines leave it at a finish reason; one that says it gave up is not over well.
     """
     await rig.start("P", "D")
     said = EVENT * 200 + ends
@@ -601,11 +613,26 @@ async def test_a_stream_that_just_stops_is_no_good_outcome(rig, ends):
     reply = await rig.chat(stream=True)
 
     board, receipts = rig.router.services.metrics.board, rig.router.services.receipts
-    outcome = "ok" if ends else "broken"
     assert reply.body == said
     assert board.total(f"outcome:{outcome}") == 1
     assert receipts.latest(1)[0]["outcome"] == outcome
-    assert bool(rig.router.services.chooser.memory.used()) == bool(ends)
+    assert bool(rig.router.services.chooser.memory.used()) == (outcome == "ok")
+
+
+@pytest.mark.parametrize(("reason", "outcome"), [("abort", "broken"), ("length", "ok")])
+async def test_an_unstreamed_answer_that_the_engine_gave_up_is_no_good_outcome(
+    rig, reason, outcome
+):
+    """It comes with status 200, and the client gets it as it is."""
+    choice = {**ANSWER["choices"][0], "finish_reason": reason}
+    rig.says["D"] = orjson.dumps({"choices": [choice]})
+    await rig.start("P", "D")
+
+    reply = await rig.chat()
+
+    assert reply.body == rig.says["D"]
+    assert rig.router.services.metrics.board.total(f"outcome:{outcome}") == 1
+    assert bool(rig.router.services.chooser.memory.used()) == (outcome == "ok")
 
 
 async def test_progress_at_one_worker_counts_at_all():
