@@ -23,10 +23,10 @@ from ppdbench.router.memory import ANSWERED, MOST_ANSWER_TOKENS, SEVERAL, SPLIT,
 MAX_LOOKUPS = 32
 """Histories are looked up from their end; what lies deeper than this is cold."""
 
-_SEPARATING = (
+_SEPARATING = frozenset({
     "model", "user", "cache_salt", "tools", "prompt_cache_key", "reasoning_effort",
     "chat_template", "chat_template_kwargs", "documents",
-)  # fmt: skip
+})  # fmt: skip
 """Fields with another value give another prompt from its beginning on, or another cache."""
 
 _CHECK_BITS = 0xFFFFFFFF
@@ -144,9 +144,9 @@ def _start(body: Mapping[str, Any], kind: bytes) -> xxhash.xxh3_128:
 def _opening(body: Mapping[str, Any], kind: bytes) -> bytes:
     """What separates histories before their first word; a null is as good as nothing."""
     opening = kind
-    for name, value in zip(_SEPARATING, map(body.get, _SEPARATING), strict=True):
-        if value is not None:
-            opening += _part(name.encode(), _canonical(value))
+    for name in sorted(_SEPARATING.intersection(body)):
+        if body[name] is not None:
+            opening += _part(name.encode(), _canonical(body[name]))
     return opening
 
 
