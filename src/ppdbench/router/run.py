@@ -7,7 +7,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from mmap import mmap
 
 import uvloop
@@ -20,6 +21,7 @@ from ppdbench.router.policies import Tables, check_policy, load_policy
 from ppdbench.router.shared import Shared, gauge_names, make_buffer, state_locked
 from ppdbench.router.worker import Router, serve_until_told
 
+_TOLD_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 log = logging.getLogger("ppdbench.router")
 
 
@@ -30,6 +32,7 @@ def run(config: RouterConfig, ready: Callable[[str], None]) -> None:
         UsageError: options that do not fit together.
         EngineError: the port is taken.
     """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a table to take anew
     policy = load_policy(config)
     shadow = Tables(config).shadow()
     for warning in asyncio.run(check_policy(policy if shadow is None else shadow, config)):
@@ -86,7 +89,8 @@ class _Crew:
         self._check_port()
         for worker in range(self._config.workers):
             self._fork(worker)
-        self._ready(f"http://{self._config.host}:{self._config.port}")
+        if self._pids:
+            self._ready(f"http://{self._config.host}:{self._config.port}")
         while self._pids:
             pid, status = os.wait()
             worker = self._pids.pop(pid, -1)
@@ -116,14 +120,19 @@ class _Crew:
         self._fork(worker)
 
     def _fork(self, worker: int) -> None:
-        pid = os.fork()
-        if pid:
-            self._pids[pid] = worker
-            return
+        """Begin a worker unless told to stop; who is told meanwhile tells this worker too."""
+        with _signals_held():
+            if self._stopping:
+                return
+            pid = os.fork()
+            if pid:
+                self._pids[pid] = worker
+                return
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
         code = 1
         try:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                signal.signal(number, signal.SIG_DFL)
             os.close(self._life)
             _work(self._config, self._policy, self._buffer, worker, lambda _: None, self._life_end)
             code = 0
@@ -138,4 +147,15 @@ class _Crew:
 
     def _pass_on(self, number: int, *_: object) -> None:
         for pid in self._pids:
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):  # one whose end is just being noted
+                os.kill(pid, number)
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """What is signalled meanwhile is heard at the end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TOLD_BY)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -238,6 +238,29 @@ async def test_sigterm_drains_and_exits_0():
     assert process.returncode == 0
 
 
+@pytest.mark.parametrize("at", ["_check_port", "_fork"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_told_to_stop_before_its_workers_are_there_it_stops(at, number):
+    """Else they would be begun after all, told by nobody, and the port never given back."""
+    told_in_between = (
+        "import os, sys; from ppdbench.router import run; from ppdbench.cli.app import app\n"
+        f"before = run._Crew.{at}\n"
+        f"run._Crew.{at} = lambda *given: (before(*given), os.kill(os.getpid(), {number:d}))\n"
+        "app()"
+    )
+    options = ["--policy", "roles", "--node=R=http://127.0.0.1:1", "--workers", "2"]
+    command = [sys.executable, "-c", told_in_between, "serve", *options, "--port", str(free_port())]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    try:
+        async with asyncio.timeout(20):
+            await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+    assert process.returncode == 0
+
+
 async def test_many_connections_need_no_help_from_the_shell():
     """A turn takes two; out of files, living nodes would seem dead and all turns fail."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
