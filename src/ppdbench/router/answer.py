@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
+from msgspec import Struct
 
 from ppdbench.cluster.nixl import cached_tokens, count_of
 from ppdbench.http.reply import CUT_SHORT
@@ -36,7 +37,7 @@ _REASON_BYTES = 16
 _BATCH_BYTES = 16_384
 
 
-class Counted(NamedTuple):
+class Counted(Struct, frozen=True):
     """A server's own counts of one answer; ``None`` where it said nothing."""
 
     prompt_tokens: int | None = None

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ppdbench.core.decision import Decision, Features, Route
 from ppdbench.core.topology import Role
@@ -61,7 +64,7 @@ class NoNodeError(Exception):
     """No living node can take the turn; the text says which kind is missing."""
 
 
-class Speaker(NamedTuple):
+class Speaker(Struct, frozen=True):
     """Who is speaking. ``name`` is the client's own, else the number in hexadecimal."""
 
     conversation: int
@@ -71,7 +74,7 @@ class Speaker(NamedTuple):
     found: Found | None
 
 
-class Plan(NamedTuple):
+class Plan(Struct, frozen=True):
     """Where a turn goes and why, and what is needed to note it afterwards.
 
     ``drift`` is of the table that was asked; another one may have been taken meanwhile. ``several``
@@ -181,8 +184,8 @@ class Chooser:
                 decision = ALONE
             elif decision.route is COLD.route:
                 decision = decision._replace(reason="retry")
-            plan = plan._replace(home=home, decision=decision, holds_kv=False)
-        return plan._replace(prefill=self._prefill_for(plan.decision, plan.speaker.found, without))
+            plan = replace(plan, home=home, decision=decision, holds_kv=False)
+        return replace(plan, prefill=self._prefill_for(plan.decision, plan.speaker.found, without))
 
     def note(self, plan: Plan, answer: Answer | None, prompt_tokens: int, now_s: float) -> None:
         """Remember a turn that was answered: where it was computed and how long it now is.

@@ -12,10 +12,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import orjson
 import xxhash
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ppdbench.router.documents import written
 from ppdbench.router.memory import ANSWERED, MOST_ANSWER_TOKENS, SEVERAL, SPLIT, Memory, Note
@@ -52,7 +54,7 @@ class Place(Enum):
     DIFFERS = "differs"
 
 
-class Found(NamedTuple):
+class Found(Struct, frozen=True):
     """A note and how the request stands to it."""
 
     note: Note
@@ -89,7 +91,7 @@ class History(Protocol):
         ...
 
 
-class Answer(NamedTuple):
+class Answer(Struct, frozen=True):
     """What was answered, as far as the history of the next turn will show it.
 
     ``reasoned``: there was reasoning before the text, which ``tokens`` count and the next turn's
@@ -309,7 +311,7 @@ def _behind(note: Note, size: int, answer: Answer | None, check: int = 0) -> Not
     Behind reasoning no more is held than the question: what follows it stands elsewhere then.
     """
     if answer is not None and answer.reasoned:
-        return note._replace(check=check)
+        return replace(note, check=check)
     tokens = 0 if answer is None else answer.tokens or 0
     return Note(
         note.conversation,
@@ -336,7 +338,7 @@ def _put(memory: Memory, key: bytes, note: Note, *, behind_answer: bool = False)
         flags = SEVERAL
         if not behind_answer and (other.home != note.home or other.flags & SPLIT):
             flags |= SPLIT
-        note = note._replace(flags=note.flags | flags)
+        note = replace(note, flags=note.flags | flags)
     memory.put(key, note)
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import struct
 from mmap import mmap
-from typing import NamedTuple
 from zlib import crc32
+
+from msgspec import Struct
+from msgspec.structs import astuple
 
 KEY_BYTES = 16
 _WAYS = 8
@@ -49,7 +51,7 @@ _DIRECTORY = 8
 _FLAGS_AT = 7
 
 
-class Note(NamedTuple):
+class Note(Struct, frozen=True):
     """What is known at one place of a history.
 
     ``context_tokens`` is the server's count up to here, ``size`` the client-side length
@@ -128,11 +130,11 @@ class Memory:
         if raw is None:
             return None
         fields = _BODY.unpack_from(raw)
-        return None if fields[_FLAGS_AT] & _DIRECTORY else Note._make(fields)
+        return None if fields[_FLAGS_AT] & _DIRECTORY else Note(*fields)
 
     def put(self, key: bytes, note: Note) -> None:
         """Write or overwrite."""
-        self._write(key, _BODY.pack(*note), note.used_s)
+        self._write(key, _BODY.pack(*astuple(note)), note.used_s)
 
     def sizes(self, key: bytes) -> tuple[int, ...]:
         """Lengths of raw histories that pass through the border ``key``, newest first."""

@@ -10,9 +10,10 @@ from mmap import mmap
 from os import fstat
 from os.path import samestat
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import orjson
+from msgspec import Struct
 
 from ppdbench.core.decision import Decision, Features
 from ppdbench.router.answer import Counted
@@ -24,7 +25,7 @@ SLOT_BYTES = 1024
 _HEAD = struct.Struct("<dI")
 
 
-class Receipt(NamedTuple):
+class Receipt(Struct, frozen=True):
     """Why a turn went where it went, and what came of it.
 
     Hundreds are kept, so none holds on to its turn's messages.

@@ -15,6 +15,7 @@ from functools import lru_cache, wraps
 from typing import Any, Concatenate, ParamSpec
 
 import orjson
+from msgspec.structs import replace
 
 from ppdbench.cluster.nixl import (
     PARAMS,
@@ -245,7 +246,7 @@ class TurnInFlight:
         held = self._services.held.take(plan.speaker.conversation)
         refusal = pull_refusal(held, token_ids(self._body))
         if refusal is not None:
-            return plan._replace(decision=Decision(Route.REMOTE, f"no_pull,{refusal}"))
+            return replace(plan, decision=Decision(Route.REMOTE, f"no_pull,{refusal}"))
         self._pull_from = held
         return plan
 
