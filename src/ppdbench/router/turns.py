@@ -211,8 +211,12 @@ class TurnInFlight:
         return now_s > self.deadline_s
 
     def give_up(self) -> None:
-        """End it for want of an answer."""
+        """End it for want of an answer, or of a client that takes it."""
         self._stop()
+        leg = self._leg
+        if leg is not None and leg.began and self._responder.congested:
+            self._fail("the client took nothing for too long", "TimeoutError", 408, "client_gone")
+            return
         self._fail("the node gave no answer in time", "TimeoutError", 504, "timeout")
 
     def give_up_to_end(self) -> None:
@@ -298,7 +302,10 @@ class TurnInFlight:
             return extra, False
         if options and options.get("include_usage"):
             return extra, False
-        return {**extra, "stream_options": {**(options or {}), "include_usage": True}}, True
+        asked = {**(options or {}), "include_usage": True}
+        if "continuous_usage_stats" in asked:
+            asked["continuous_usage_stats"] = False  # it says nothing without ``include_usage``
+        return {**extra, "stream_options": asked}, True
 
     def _start(
         self, node: Upstream, body: bytes, sink: WholeLeg | AnswerLeg, limit_s: float

@@ -18,7 +18,7 @@ from ppdbench.core.errors import UsageError
 from ppdbench.http.client import Pool
 from ppdbench.http.messages import Origin, Request
 from ppdbench.http.server import Server
-from ppdbench.router.config import HealthRule, RouterConfig
+from ppdbench.router.config import HealthRule, RouterConfig, Timeouts
 from ppdbench.router.documents import UnreadableError, without_hand_off
 from ppdbench.router.health import Health
 from ppdbench.router.nodes import Upstreams
@@ -509,6 +509,54 @@ async def test_a_drain_waits_for_a_slow_reader(rig):
 async def stopped(router: Router) -> None:
     await router.drain()
     await router.close()
+
+
+async def test_a_client_that_takes_nothing_is_no_fault_of_the_node(rig):
+    """Its turn ends after the longest silence, and the client is told whose it was."""
+
+    def endless(responder):
+        responder.start(200, ((b"content-type", b"text/event-stream"),))
+        for _ in range(100):
+            responder.write(b'data: {"choices":[{"text":"%b"}]}\n\n' % (b"x" * 100_000))
+
+    rig.says["R"] = endless
+    await rig.start("R", timeouts=Timeouts(silence_s=0.2))
+    _, writer = await rig.connected()
+    writer.transport.pause_reading()
+    writer.write(
+        Request.json(CHAT, {"messages": USER, "stream": True}).render(Origin.parse(rig.router.url))
+    )
+
+    board = rig.router.services.metrics.board
+    async with asyncio.timeout(5):
+        while not rig.is_calm() or not rig.got:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    ended = {name: board.total(f"outcome:{name}") for name in ("client_gone", "timeout")}
+    assert ended == {"client_gone": 1, "timeout": 0}
+    writer.transport.abort()
+
+
+@pytest.mark.parametrize(
+    ("options", "sent"),
+    [
+        (
+            {"continuous_usage_stats": True},
+            {"include_usage": True, "continuous_usage_stats": False},
+        ),
+        ({"x": 1}, {"include_usage": True, "x": 1}),
+        (None, {"include_usage": True}),
+        ({"include_usage": True, "continuous_usage_stats": True},) * 2,
+    ],
+)
+async def test_only_the_last_counts_are_asked_for_beside_a_client(rig, options, sent):
+    """Counts in every event would reach a client that, without ``include_usage``, gets none."""
+    await rig.start("R")
+
+    await rig.chat(stream=True, stream_options=options)
+
+    bodies = [orjson.loads(body) for _, path, body in rig.got if path == CHAT]
+    assert [body["stream_options"] for body in bodies] == [sent]
 
 
 async def test_a_drain_waits_for_what_is_no_turn(rig):
