@@ -34,7 +34,7 @@ HOMES = {
     "aiohttp": {"cluster", "router", "testing", "sim", "load"},
     "datasets": {"workload"},
     "ijson": {"workload"},
-    "msgspec": {"router"},
+    "msgspec": {"router", "http"},
     "zmq": {"router"},
     "vllm": set(),
 }

@@ -14,6 +14,7 @@ from collections import defaultdict
 from typing import Protocol, cast
 
 import httptools
+from msgspec import Struct
 
 from ppdbench.http.errors import (
     BrokenError,
@@ -51,26 +52,25 @@ class Sink(Protocol):
     def on_failure(self, error: HttpError, at_s: float) -> None: ...
 
 
-class Exchange:
+class Exchange(Struct, eq=False):
     """One request and its answer. ``sent_at_s`` is when the request was given to the kernel.
 
     ``whole`` says inside ``on_body`` that this is the last of it and ``on_end`` follows at once.
     """
 
-    __slots__ = ("_connection", "_opening", "done", "got_bytes", "origin", "retried", "sent_at_s",
-                 "sink", "whole", "wire")  # fmt: skip
+    origin: Origin
+    wire: bytes
+    sink: Sink
+    sent_at_s: float | None = None
+    got_bytes: bool = False
+    retried: bool = False
+    whole: bool = False
+    done: bool = False
+    _connection: _Connection | None = None
+    _opening: asyncio.Task[None] | None = None
 
-    def __init__(self, origin: Origin, wire: bytes, sink: Sink) -> None:
-        self.origin = origin
-        self.wire = wire
-        self.sink = sink
-        self.sent_at_s: float | None = None
-        self.got_bytes = False
-        self.retried = False
-        self.whole = False
-        self.done = False
-        self._connection: _Connection | None = None
-        self._opening: asyncio.Task[None] | None = None
+    def __repr__(self) -> str:
+        return f"<Exchange with {self.origin}, {'done' if self.done else 'under way'}>"
 
     def pause(self) -> None:
         """Stop reading from the server, so that it feels a slow reader behind us."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import orjson
+from msgspec import Struct
 
 from ppdbench.core.errors import UsageError
 
@@ -78,7 +79,7 @@ class Request:
         return b"\r\n".join(lines) + b"\r\n\r\n" + self.body
 
 
-class Head(NamedTuple):
+class Head(Struct, frozen=True):
     """Status line and headers of an answer, names as the server wrote them."""
 
     status: int

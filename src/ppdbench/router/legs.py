@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from msgspec import Struct
+
 from ppdbench.http.client import Exchange
 from ppdbench.http.errors import HttpError
 from ppdbench.http.messages import Head
@@ -89,7 +91,7 @@ class AnswerOwner(Protocol):
         ...
 
 
-class AnswerLeg:
+class AnswerLeg(Struct, eq=False):
     """Passes an answer on: a stream event by event, anything else when it is whole.
 
     Nothing reaches the client before the first byte of a body has come, so until ``began`` the
@@ -98,41 +100,28 @@ class AnswerLeg:
     ``failed_inside`` says that the node told of an error in its answer, or just stopped.
     """
 
-    __slots__ = (
-        "_body", "_field", "_held", "_node", "_owner", "_reader", "_receipt", "_responder",
-        "_strip_usage", "answer", "at_s", "began", "counted", "exchange", "failed_inside",
-        "first_at_s", "head", "last_at_s", "streaming",
-    )  # fmt: skip
+    _owner: AnswerOwner
+    _responder: Responder
+    _node: Upstream
+    _receipt: bytes
+    _field: str
+    _strip_usage: bool
+    _reader: StreamReader | None = None
+    _body: list[bytes] = []  # each leg gets one of its own
+    _held: bytes = b""
+    exchange: Exchange | None = None
+    head: Head | None = None
+    answer: Answer | None = None
+    counted: Counted = NOTHING
+    began: bool = False
+    failed_inside: bool = False
+    streaming: bool = False
+    at_s: float = 0.0
+    first_at_s: float | None = None
+    last_at_s: float | None = None
 
-    def __init__(  # noqa: PLR0913  (a leg is told all at once)
-        self,
-        owner: AnswerOwner,
-        responder: Responder,
-        node: Upstream,
-        receipt: bytes,
-        field: str,
-        *,
-        strip_usage: bool,
-    ) -> None:
-        self._owner = owner
-        self._responder = responder
-        self._node = node
-        self._receipt = receipt
-        self._strip_usage = strip_usage
-        self._field = field
-        self._reader: StreamReader | None = None
-        self._body: list[bytes] = []
-        self._held = b""
-        self.exchange: Exchange | None = None
-        self.head: Head | None = None
-        self.answer: Answer | None = None
-        self.counted: Counted = NOTHING
-        self.began = False
-        self.failed_inside = False
-        self.streaming = False
-        self.at_s = 0.0
-        self.first_at_s: float | None = None
-        self.last_at_s: float | None = None
+    def __repr__(self) -> str:
+        return f"<AnswerLeg of {self._node.name}, status {self.status}>"
 
     @property
     def status(self) -> int:

@@ -15,6 +15,7 @@ from functools import lru_cache, wraps
 from typing import Any, Concatenate, ParamSpec
 
 import orjson
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ppdbench.cluster.nixl import (
@@ -144,33 +145,26 @@ def _ending_the_turn(
     return guarded
 
 
-class TurnInFlight:
+class TurnInFlight(Struct, eq=False):
     """A request, from its last byte to the last byte of its answer."""
 
-    __slots__ = (
-        "_body", "_exchange", "_headers", "_incoming", "_leg", "_plan", "_prefilled", "_pull_from",
-        "_responder", "_retried", "_running_on", "_services", "_took_prefill_tokens", "_whole",
-        "deadline_s", "decide_s", "outcome",
-    )  # fmt: skip
-
-    def __init__(self, services: Services, incoming: Incoming, responder: Responder) -> None:
-        self._services = services
-        self._incoming = incoming
-        self._responder = responder
-        self._body: dict[str, Any] = {}
-        self._headers = b""
-        self._plan: Plan | None = None
-        self._exchange: Exchange | None = None
-        self._whole: WholeLeg | None = None
-        self._leg: AnswerLeg | None = None
-        self._prefilled: Prefilled | None = None
-        self._pull_from: HeldKv | None = None
-        self._running_on: Upstream | None = None
-        self._took_prefill_tokens = 0
-        self._retried = False
-        self.deadline_s = 0.0
-        self.decide_s = 0.0
-        self.outcome = ""
+    _services: Services
+    _incoming: Incoming
+    _responder: Responder
+    _body: dict[str, Any] = {}  # each turn gets one of its own
+    _headers: bytes = b""
+    _plan: Plan | None = None
+    _exchange: Exchange | None = None
+    _whole: WholeLeg | None = None
+    _leg: AnswerLeg | None = None
+    _prefilled: Prefilled | None = None
+    _pull_from: HeldKv | None = None
+    _running_on: Upstream | None = None
+    _took_prefill_tokens: int = 0
+    _retried: bool = False
+    deadline_s: float = 0.0
+    decide_s: float = 0.0
+    outcome: str = ""
 
     def __repr__(self) -> str:
         return f"<TurnInFlight {self._plan and self._plan.decision} {self.outcome or 'under way'}>"
@@ -288,9 +282,7 @@ class TurnInFlight:
         body = spliced(self._incoming.body, self._body, extra)
         receipt = self._services.receipt_lines(plan.decision, plan.home.name)
         field_name = TEXT_FIELDS[self._incoming.path]
-        self._leg = AnswerLeg(
-            self, self._responder, plan.home, receipt, field_name, strip_usage=strip
-        )
+        self._leg = AnswerLeg(self, self._responder, plan.home, receipt, field_name, strip)
         self._start(plan.home, body, self._leg, self._services.config.timeouts.first_byte_s)
         self._leg.exchange = self._exchange
 
