@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 
@@ -83,14 +84,18 @@ class Pages:
         )
 
     async def models(self, request: web.Request) -> web.Response:
-        """From the first node that answers, so also with one down."""
-        for node in sorted(self._upstreams.all, key=lambda node: not node.alive):
-            try:
-                answer = await self._ask(node, request)
-            except HttpError:
-                continue
-            if answer.ok:
-                return _passed_on(answer)
+        """From the first node that answers, so also with one down or hanging."""
+        asked = [asyncio.ensure_future(self._ask(node, request)) for node in self._upstreams.all]
+        try:
+            for answering in asyncio.as_completed(asked):
+                with suppress(HttpError):
+                    answer = await answering
+                    if answer.ok:
+                        return _passed_on(answer)
+        finally:
+            for asking in asked:
+                asking.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
         return _error(503, "no node answers /v1/models", "ServiceUnavailableError")
 
     async def decisions(self, request: web.Request) -> web.Response:

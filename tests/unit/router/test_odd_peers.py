@@ -63,6 +63,8 @@ class Rig:
     def _node(self, role: str):
         def answer(incoming, responder):
             self.got.append((role, incoming.target, incoming.body))
+            if self.says[role] is None:
+                return  # it hangs
             body = self.metrics if incoming.path == "/metrics" else self.says[role]
             if callable(body) and incoming.method == "POST":
                 body(responder)
@@ -273,6 +275,18 @@ async def test_what_passes_through_steers_no_hand_off(rig):
 
     bodies = [body for _, path, body in rig.got if path == "/v1/responses"]
     assert list(map(orjson.loads, bodies)) == [{"input": "x"}]
+
+
+@pytest.mark.parametrize("hangs", ["P", "D"])
+async def test_models_are_told_by_a_node_that_answers(rig, hangs, caplog):
+    """One that takes the request and says nothing keeps no client waiting."""
+    rig.says[hangs] = None
+    await rig.start("P", "D")
+
+    answer = await rig.ask("GET", "/v1/models")
+
+    assert answer.head.status == 200
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("roles", [("P", "D"), ("R",)])
