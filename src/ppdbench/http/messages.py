@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -53,12 +53,15 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request whole in memory. ``host`` and ``content-length`` are added when it is sent."""
+    """A request whole in memory. ``host`` and ``content-length`` are added when it is sent.
+
+    Neither a key nor a prompt is in its ``repr``, so none comes into a log.
+    """
 
     method: str
     target: str
-    headers: Headers = ()
-    body: bytes = b""
+    headers: Headers = field(default=(), repr=False)
+    body: bytes = field(default=b"", repr=False)
 
     @classmethod
     def json(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ppdbench.cluster.contract import ClusterSpec, Node
 from ppdbench.core.errors import UsageError
@@ -46,7 +46,7 @@ class Upstream:
     origin: Origin
     pool: Pool
     authority: bytes
-    authorization: bytes
+    authorization: bytes = field(repr=False)
     running: Tally
     prefill_tokens: Tally
     requests: Tally

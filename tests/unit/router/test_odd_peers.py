@@ -811,6 +811,8 @@ async def test_a_node_with_a_key_of_its_own_gets_that_alone(monkeypatch, path):
         await pool.fetch(Origin.parse(router.url), request, timeout_s=5)
 
     assert seen == [[b"Bearer of-the-node"]]
+    shown = repr((request, config, router, router.upstreams.all))
+    assert not [word for word in ("of-the-node", "EMPTY", "hello there") if word in shown]
 
 
 async def test_a_pull_is_not_asked_for_again_when_its_home_broke(bench_for, monkeypatch):
