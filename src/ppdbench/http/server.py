@@ -12,13 +12,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Self, cast
 from urllib.parse import unquote
 
 import httptools
 import orjson
+from msgspec import Struct
 
 from ppdbench.core.errors import EngineError
 from ppdbench.http.messages import JSON_TYPE, Headers
@@ -43,8 +43,7 @@ _OF_AN_UPGRADE = frozenset({b"upgrade", b"connection", b"http2-settings"})
 _LAST_CHUNK = b"0\r\n\r\n"
 
 
-@dataclass(slots=True)
-class Incoming:
+class Incoming(Struct, eq=False):
     """A whole request. ``target`` has its query string; header names are lower-case.
 
     ``path`` is what a server would see: escapes are characters there. No key and no prompt is in
@@ -53,16 +52,19 @@ class Incoming:
 
     method: str
     target: str
-    headers: Headers = field(repr=False)
-    body: bytes = field(repr=False)
+    headers: Headers
+    body: bytes
     received_at_s: float
-    path: str = field(init=False)
+    path: str = ""
 
     def __post_init__(self) -> None:
         if self.target[:1] != "/":
             self.target = _origin_form(self.target)
         path = self.target.partition("?")[0].partition("#")[0]
         self.path = unquote(path) if "%" in path else path
+
+    def __repr__(self) -> str:
+        return f"<Incoming {self.method} {self.target}>"
 
     def get(self, name: bytes) -> bytes | None:
         """The first header called ``name``, which is lower-case."""
@@ -79,32 +81,23 @@ def _origin_form(target: str) -> str:
     return rest[slash:] if found and slash >= 0 else target
 
 
-class Responder:
+class Responder(Struct, eq=False):
     """Writes one answer: ``send``, or ``start``, ``write`` any number of times, ``end``.
+
+    ``chunked`` says whether the client understands chunks; one that speaks HTTP/1.0 does not.
 
     ``on_gone`` is called when the client leaves before the end; ``on_writable`` when a full
     buffer has drained. After the client has left, writes are dropped.
     """
 
-    __slots__ = ("_chunked", "_connection", "_keep_alive", "finished", "gone", "on_gone",
-                 "on_writable", "started")  # fmt: skip
-
-    def __init__(
-        self, connection: _ServerConnection, *, keep_alive: bool, chunked: bool = True
-    ) -> None:
-        self._connection = connection
-        self._keep_alive = keep_alive and chunked
-        self._chunked = chunked
-        self.started = False
-        self.finished = False
-        self.gone = False
-        self.on_gone: Callable[[], None] | None = None
-        self.on_writable: Callable[[], None] | None = None
-
-    @property
-    def chunked(self) -> bool:
-        """Whether the client understands chunks; one that speaks HTTP/1.0 does not."""
-        return self._chunked
+    _connection: _ServerConnection
+    _keep_alive: bool
+    chunked: bool
+    started: bool = False
+    finished: bool = False
+    gone: bool = False
+    on_gone: Callable[[], None] | None = None
+    on_writable: Callable[[], None] | None = None
 
     @property
     def congested(self) -> bool:
@@ -135,7 +128,7 @@ class Responder:
         the kernel together with the head. With ``last`` the answer ends with it.
         """
         self.started = True
-        if self._chunked:
+        if self.chunked:
             lines += b"transfer-encoding: chunked\r\n"
         head = _render_head(status, headers, lines, keep_alive=self._keep_alive)
         self._write(head + self._framed(first, last=last))
@@ -153,7 +146,7 @@ class Responder:
         self._finish()
 
     def _framed(self, data: bytes, *, last: bool = False) -> bytes:
-        if not self._chunked:
+        if not self.chunked:
             return data
         chunk = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
         return chunk + _LAST_CHUNK if last else chunk
@@ -354,11 +347,8 @@ class _ServerConnection(asyncio.Protocol):
             self._whole_body(),
             self._at_s,
         )
-        responder = Responder(
-            self,
-            keep_alive=self._parser.should_keep_alive(),
-            chunked=self._parser.get_http_version() != "1.0",
-        )
+        chunked = self._parser.get_http_version() != "1.0"
+        responder = Responder(self, chunked and self._parser.should_keep_alive(), chunked)
         self._reset()
         if self._responder is None:
             self._handle(incoming, responder)
