@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mmap import mmap
 
 _VALUE_BYTES = 8
+_MOST = 2.0**53
 RATE_WINDOW_S = 60
 
 
@@ -132,6 +133,10 @@ class Board:
         """Set gauges of this row to zero, as after a worker's death."""
         for name in names:
             self.put(name, 0.0)
+
+    def sound(self) -> bool:
+        """Whether all rows hold what somebody may have written: times and counts."""
+        return all(0 <= value < _MOST for value in self._values)
 
     def close(self) -> None:
         """Give the buffer back; the board is of no use afterwards."""

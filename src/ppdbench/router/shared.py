@@ -94,10 +94,15 @@ def make_buffer(config: RouterConfig) -> mmap:
                 f"{layout.size} bytes; lower --max-notes or --workers"
             ) from error
     buffer = _mapped_file(config.state_file, layout, _stamp(config))
+    sound = True
     for worker in range(config.workers):
         board = Board(buffer, layout.board_at, layout.names, config.workers, worker)
         board.clear(gauge_names(config.cluster))  # of a router that was killed
+        sound = board.sound()
         board.close()
+    # Notes have checksums; a node's number that is none would break every turn.
+    if not sound:
+        raise UsageError(f"state file {config.state_file} is damaged; remove it or name another")
     return buffer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import resource
 import time
 from contextlib import AsyncExitStack
@@ -18,12 +19,13 @@ from ppdbench.core.errors import UsageError
 from ppdbench.http.client import Pool
 from ppdbench.http.messages import Origin, Request
 from ppdbench.http.server import Server
+from ppdbench.router.board import Board
 from ppdbench.router.config import HealthRule, RouterConfig, Timeouts
 from ppdbench.router.documents import UnreadableError, without_hand_off
 from ppdbench.router.health import Health
 from ppdbench.router.nodes import Upstreams
 from ppdbench.router.policies import load_policy
-from ppdbench.router.shared import Shared, make_buffer
+from ppdbench.router.shared import Layout, Shared, make_buffer
 from ppdbench.router.worker import Router
 from ppdbench.testing.fake import Fault, FaultKind
 
@@ -454,6 +456,18 @@ def test_a_state_file_of_a_killed_router_has_nothing_in_flight(tmp_path):
     board = Shared.over(make_buffer(config), config, 0).board
 
     assert (board.total("in_flight"), board.total("running:r0")) == (0, 0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e300])
+def test_a_state_file_with_numbers_that_are_none_is_refused(tmp_path, value):
+    """A node's epoch of NaN would be a 500 for every later turn."""
+    config = config_of(tmp_path / "state", "P=http://127.0.0.1:1", "D=http://127.0.0.1:2")
+    layout = Layout.of(config)
+    board = Board(make_buffer(config), layout.board_at, layout.names, config.workers, 0)
+    board.common("epoch:d0").put(value)
+
+    with pytest.raises(UsageError, match="is damaged; remove it"):
+        make_buffer(config)
 
 
 @pytest.mark.parametrize(
