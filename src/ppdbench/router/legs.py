@@ -109,6 +109,7 @@ class AnswerLeg(Struct, eq=False):
     _reader: StreamReader | None = None
     _body: list[bytes] = []  # each leg gets one of its own
     _held: bytes = b""
+    _torn: bool = False
     exchange: Exchange | None = None
     head: Head | None = None
     answer: Answer | None = None
@@ -176,7 +177,8 @@ class AnswerLeg(Struct, eq=False):
     def fail_inside(self, message: str, kind: str, status: int) -> None:
         """Say inside the stream that it will not go on; an answer already cut off is dropped."""
         if self.streaming and not self._responder.gone:
-            self._responder.end(error_event(message, kind, status))
+            begun = b"\n\n" if self._torn else b""
+            self._responder.end(begun + error_event(message, kind, status))
         else:
             self._responder.abort()
 
@@ -224,7 +226,10 @@ class AnswerLeg(Struct, eq=False):
         """The part of what is held and ``data`` up to the last event's end; the rest is held."""
         data = self._held + data
         end = max(data.rfind(mark) + len(mark) if mark in data else 0 for mark in _EVENT_ENDS)
-        if not end and len(data) > TAIL_LIMIT_BYTES:
+        if end:
+            self._torn = False
+        elif len(data) > TAIL_LIMIT_BYTES:
+            self._torn = True
             end = len(data)
         self._held = data[end:]
         return data[:end]

@@ -539,6 +539,24 @@ async def stopped(router: Router) -> None:
     await router.close()
 
 
+async def test_an_error_behind_a_part_of_a_long_event_is_an_event_of_its_own(rig):
+    """Too long to be held back it was begun; what follows must not be read as the rest of it."""
+
+    def dies(responder):
+        responder.start(200, ((b"content-type", b"text/event-stream"),))
+        responder.write(b"data: " + b"x" * 3_000_000)
+        asyncio.get_running_loop().call_later(0.2, responder.abort)
+
+    rig.says["R"] = dies
+    await rig.start("R")
+
+    answer = await rig.chat(stream=True)
+
+    assert answer.body.endswith(b"}}\n\n")
+    last = answer.body[:-2].rpartition(b"\n\n")[2]
+    assert orjson.loads(last.removeprefix(b"data: "))["error"]["code"] == 502
+
+
 async def test_a_client_that_takes_nothing_is_no_fault_of_the_node(rig):
     """Its turn ends after the longest silence, and the client is told whose it was."""
 
