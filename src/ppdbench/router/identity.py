@@ -34,6 +34,9 @@ _SEPARATING = frozenset({
 _CHECK_BITS = 0xFFFFFFFF
 _ANSWERED_HERE = b"\x1e"
 
+TRIMMED_LENGTH = 16
+"""White space that clients may take off an answer's ends."""
+
 MEDIA_LENGTH = 2048
 """What an image or another part that is no text counts for, in characters: some 500 tokens."""
 
@@ -248,6 +251,7 @@ class NamedChat:
         self._name = name
         self._messages = messages
         self._check_before = 0
+        self._size_before = self._size_behind = 0
         turn, size = 1, 0
         hasher = xxhash.xxh3_64()
         for message in messages:
@@ -255,7 +259,9 @@ class NamedChat:
                 self._check_before = hasher.intdigest() & _CHECK_BITS
                 hasher.update(_ANSWERED_HERE)
                 turn += 1
+                self._size_before = size
                 size += _length(message.get("content"))
+                self._size_behind = size
             else:
                 raw, length = _content_and_length(message)
                 hasher.update(_part(b"", raw))
@@ -268,11 +274,26 @@ class NamedChat:
         if note is None:
             return None
         if note.check == self._check_before and self.turn > 1:
-            return Found(note, Place.CONTINUES)
+            return Found(self._as_far_as_shown(note), Place.CONTINUES)
         if note.check == self._check:
             return Found(note, Place.REPEATS)
         # A first turn has no past: some clients send one name for all their users.
         return None if self.turn == 1 else Found(note, Place.DIFFERS)
+
+    def _as_far_as_shown(self, note: Note) -> Note:
+        """Behind the question where the client shows an answer of another length.
+
+        A little less is one that was trimmed.
+        """
+        if not note.flags & ANSWERED or abs(note.size - self._size_behind) <= TRIMMED_LENGTH:
+            return note
+        return replace(
+            note,
+            context_tokens=note.context_tokens - note.answer_tokens,
+            answer_tokens=0,
+            size=self._size_before,
+            flags=note.flags & ~ANSWERED,
+        )
 
     def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
         memory.put(self._name, _behind(note, self.size + _size(answer), answer, self._check))

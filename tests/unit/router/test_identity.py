@@ -244,6 +244,27 @@ def test_behind_reasoning_only_the_question_is_held(memory, name):
     assert later.texts_behind(found.note) == ["an answer", "more"]
 
 
+@pytest.mark.parametrize(
+    ("shown", "context_tokens", "size"),
+    [("an answer of some words", 150, 33), ("changed", 100, 10)],
+    ids=["as it was", "changed"],
+)
+def test_what_a_changed_answer_was_is_not_held_for_a_named_conversation(
+    memory, shown, context_tokens, size
+):
+    """The question is; a trimmed answer is none that was changed."""
+    name = explicit_key(b"session", chat())
+    history = read_history(chat(user("a question")), name)
+    note = Note(7, 100, history.size, 1, 2, 1, 0, 0)
+    history.leave(memory, note, Answer(" an answer of some words", tokens=50))
+
+    found = read_history(chat(user("a question"), assistant(shown), user("x")), name).find(memory)
+
+    assert found.place is Place.CONTINUES
+    assert found.note.context_tokens == context_tokens
+    assert found.note.size == pytest.approx(size, abs=1)
+
+
 def test_two_conversations_behind_the_same_reasoned_answer_have_either_home(memory):
     """Question and answer are equal, so either node holds what the next turn needs."""
     for conversation, home in ((1, 0), (2, 1)):
