@@ -14,19 +14,20 @@ RATE_WINDOW_S = 60
 class Tally:
     """One value on the board with its places found: for what is counted on every turn."""
 
-    __slots__ = ("_all", "_mine", "_values")
+    __slots__ = ("_all", "_alone", "_mine", "_values")
 
     def __init__(self, values: memoryview[float], mine: int, everyone: range) -> None:
         self._values = values
         self._mine = mine
         self._all = everyone
+        self._alone = len(everyone) == 1
 
     def add(self, amount: float = 1.0) -> None:
         self._values[self._mine] += amount
 
     def total(self) -> float:
         values = self._values
-        if len(self._all) == 1:
+        if self._alone:
             return values[self._mine]
         return sum(values[at] for at in self._all)
 
