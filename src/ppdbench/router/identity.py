@@ -111,8 +111,8 @@ class Answer(Struct, frozen=True):
 def explicit_key(session_id: bytes | None, body: Mapping[str, Any]) -> bytes | None:
     """The key of a conversation that the client named by ``x-session-id``.
 
-    ``prompt_cache_key`` does not: many clients send one for all their users. It separates
-    histories, so one of its own keeps a conversation apart all the same.
+    For ``prompt_cache_key``, which many clients send alike for all their users, see
+    :class:`KeyedChat`.
     """
     if not session_id:
         return None
@@ -126,9 +126,16 @@ def read_history(body: Mapping[str, Any], name: bytes | None = None) -> History 
     """
     messages = body.get("messages")
     if isinstance(messages, list) and messages:
-        return _read_chat(body, messages) if name is None else NamedChat(name, messages)
+        if name is not None:
+            return NamedChat(name, messages)
+        chat = _read_chat(body, messages)
+        return KeyedChat(_start(body, b"keyed").digest(), chat) if _cache_key(body) else chat
     raw = _read_raw(body)
     return raw if raw is None or name is None else NamedRaw(name, raw)
+
+
+def _cache_key(body: Mapping[str, Any]) -> bool:
+    return isinstance(body.get("prompt_cache_key"), str) and bool(body["prompt_cache_key"])
 
 
 def _read_raw(body: Mapping[str, Any]) -> RawHistory | None:
@@ -236,6 +243,38 @@ class ChatHistory:
 
     def texts_behind(self, note: Note) -> list[str]:
         return _texts_behind(self._messages, note)
+
+
+class KeyedChat:
+    """Messages under a ``prompt_cache_key``: their history says whose they are, else the key does.
+
+    So a conversation whose history was cut or rewritten beyond recognition is still known, by the
+    key. Not by one that a second conversation has used: it is an application's, and names nobody.
+    """
+
+    in_tokens = False
+
+    def __init__(self, key: bytes, chat: ChatHistory) -> None:
+        self._key = key
+        self._chat = chat
+        self.turn, self.size = chat.turn, chat.size
+
+    def find(self, memory: Memory) -> Found | None:
+        found = self._chat.find(memory)
+        if found is not None or self.turn == 1:
+            return found
+        note = memory.get(self._key)
+        return None if note is None or note.flags & SEVERAL else Found(note, Place.DIFFERS)
+
+    def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
+        self._chat.leave(memory, note, answer)
+        other = memory.get(self._key)
+        if other is not None and (other.flags & SEVERAL or other.conversation != note.conversation):
+            note = replace(note, flags=note.flags | SEVERAL)
+        memory.put(self._key, note)
+
+    def texts_behind(self, note: Note) -> list[str]:
+        return self._chat.texts_behind(note)
 
 
 class NamedChat:

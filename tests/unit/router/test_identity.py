@@ -191,11 +191,37 @@ def test_a_named_conversation_notices_an_edit(memory, first, same, changed):
     assert memory.get(name).context_tokens == 15
 
 
-def test_the_header_names_a_conversation_and_the_cache_key_only_keeps_it_apart():
-    """Many clients send one prompt_cache_key for all their users, so it may name nobody."""
+def test_the_header_names_a_conversation_and_a_cache_key_keeps_histories_apart():
+    """Many clients send one prompt_cache_key for all their users, so the histories say more."""
     assert explicit_key(b"k", {}) not in {explicit_key(b"other", {}), None}
     assert explicit_key(b"k", {"prompt_cache_key": "a"}) != explicit_key(b"k", {})
     assert explicit_key(None, {"prompt_cache_key": "k"}) is None
+
+
+def test_a_cache_key_names_a_conversation_whose_history_was_cut(memory):
+    """As by a client that keeps the last messages alone; what is held of them nobody knows."""
+    key = {"prompt_cache_key": "k"}
+    served(memory, chat(user("a"), **key), "A", 7, home=3)
+    cut = chat(assistant("another"), user("b"), **key)
+
+    found = read_history(cut).find(memory)
+    assert (found.note.conversation, found.note.home, found.place) == (7, 3, Place.DIFFERS)
+    assert (
+        read_history(chat(user("a"), assistant("A"), user("b"), **key)).find(memory).place
+        is Place.CONTINUES
+    )
+    assert read_history(chat(user("new"), **key)).find(memory) is None
+    assert read_history(cut | {"prompt_cache_key": ""}).find(memory) is None
+
+
+def test_a_cache_key_of_two_conversations_names_neither_for_good(memory):
+    """It is an application's; the one that spoke last has no claim to it."""
+    key = {"prompt_cache_key": "app"}
+    served(memory, chat(user("a"), **key), "A", 7)
+    for _ in range(2):
+        served(memory, chat(user("b"), **key), "B", 8)
+
+    assert read_history(chat(assistant("another"), user("c"), **key)).find(memory) is None
 
 
 def system(text):
