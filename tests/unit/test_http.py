@@ -357,6 +357,26 @@ async def test_a_silent_client_is_let_go(sent, told):
     assert answer.partition(b"\r\n")[0] == told
 
 
+async def test_a_client_that_does_not_take_its_answer_is_let_go():
+    """However long it is; one that takes it slowly is served to the end."""
+    body = b"x" * 20_000_000
+    async with Server(lambda _, responder: responder.send(200, body), idle_limit_s=0.5) as server:
+        peers = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
+        for _, writer in peers:
+            writer.transport.pause_reading()
+            writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        await asyncio.wait_for(until(lambda: server.busy), 5)
+        reader, writer = peers[0]
+        writer.transport.resume_reading()
+        await reader.readuntil(b"\r\n\r\n")
+        for _ in range(10):
+            await reader.readexactly(len(body) // 10)
+            await asyncio.sleep(0.06)
+        await asyncio.wait_for(until(lambda: not server.busy), 5)
+        for _, writer in peers:
+            writer.transport.abort()
+
+
 async def test_a_client_that_is_waited_for_by_nobody_may_be_silent():
     """While its answer is in the making the silence is ours, and the next request has all its time.
 

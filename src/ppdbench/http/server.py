@@ -215,6 +215,7 @@ class _ServerConnection(asyncio.Protocol):
         self._waiting_bytes = 0
         self._responder: Responder | None = None
         self._at_s = 0.0
+        self._unsent_bytes = 0
         self._refused = 0
         self._taking = False
         self.congested = False
@@ -271,12 +272,22 @@ class _ServerConnection(asyncio.Protocol):
         self._at_s = time.monotonic()
 
     def check_silence(self, now_s: float, read_limit_s: float, idle_limit_s: float) -> None:
-        """Let go of a client from whom nothing comes, as long as it is its turn to speak."""
-        if self.busy:
+        """Let go of a client from whom nothing comes, as long as it is its turn to speak.
+
+        It is so too when it takes nothing of an answer that is all there.
+        """
+        if self._transport is None:
+            return
+        before, self._unsent_bytes = self._unsent_bytes, self._transport.get_write_buffer_size()
+        silent_s = now_s - self._at_s
+        if self._responder is not None or self._unsent_bytes != before:
             self._at_s = now_s
-        elif self._head_size and now_s - self._at_s > read_limit_s:
+        elif self._unsent_bytes:
+            if silent_s > idle_limit_s:
+                self._transport.abort()  # a close would wait for it to be taken
+        elif self._head_size and silent_s > read_limit_s:
             self._refuse(408)
-        elif now_s - self._at_s > idle_limit_s and self._transport is not None:
+        elif silent_s > idle_limit_s:
             self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
@@ -321,11 +332,14 @@ class _ServerConnection(asyncio.Protocol):
         self._head_size += len(name) + len(value)
         if self._head_size > MAX_HEAD_BYTES:
             self._refuse(431)
-        if self._size:
+        if self._chunked:
             return  # a trailer: whoever looked at the head alone has not seen it
         self._headers.append((name, value))
         if name == b"expect" and self._responder is None:
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_chunk_header(self) -> None:
+        self._chunked = True
 
     def on_body(self, data: bytes) -> None:
         self._size += len(data)
@@ -398,6 +412,7 @@ class _ServerConnection(asyncio.Protocol):
         self._joined = bytearray()
         self._size = 0
         self._head_size = 0
+        self._chunked = False
 
     def _refuse(self, status: int) -> None:
         """Once, behind the answers under way; nothing of this connection is read any more."""

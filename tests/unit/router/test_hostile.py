@@ -52,13 +52,14 @@ async def echo():
         yield server
 
 
-async def test_trailers_are_no_headers(echo):
+@pytest.mark.parametrize("chunks", [b"2\r\nab\r\n", b""], ids=["a body", "no body"])
+async def test_trailers_are_no_headers(echo, chunks):
     """Whoever judged the head has not seen them."""
-    body = b"2\r\nab\r\n0\r\nauthorization: Bearer k\r\nx-session-id: other\r\n\r\n"
+    body = chunks + b"0\r\nauthorization: Bearer k\r\nx-session-id: other\r\n\r\n"
 
     got = await exchanged(echo.url, CHUNKED % b"/x" + body)
 
-    assert got.endswith(b"2")
+    assert got.endswith(b"2" if chunks else b"0")
     assert [name for name, _ in echo.asked[0].headers] == [b"host", b"transfer-encoding"]
 
 
