@@ -140,7 +140,7 @@ class Router:
 
     def _may(self, incoming: Incoming) -> bool:
         """Every key is compared, each in constant time. A browser's preflight can bring none."""
-        if incoming.method == "OPTIONS":
+        if _is_preflight(incoming):
             return True
         given = incoming.get(b"authorization") or b""
         return sum(hmac.compare_digest(given, key) for key in self._keys) > 0
@@ -203,6 +203,12 @@ class Router:
 def _refuse(responder: Responder, status: int, message: str, kind: str) -> None:
     headers = RETRY_SOON if status in (429, 503) else JSON
     responder.send(status, error_body(message, kind, status), headers)
+
+
+def _is_preflight(incoming: Incoming) -> bool:
+    """Another ``OPTIONS``, or one with a body, is no browser's."""
+    asks = incoming.get(b"access-control-request-method") is not None
+    return incoming.method == "OPTIONS" and asks and not incoming.body
 
 
 def _refuse_unknown(incoming: Incoming, responder: Responder) -> None:

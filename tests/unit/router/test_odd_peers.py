@@ -17,7 +17,7 @@ from ppdbench.cluster.contract import cluster_from_options
 from ppdbench.cluster.nixl import prefill_body
 from ppdbench.core.errors import UsageError
 from ppdbench.http.client import Pool
-from ppdbench.http.messages import Origin, Request
+from ppdbench.http.messages import Headers, Origin, Request
 from ppdbench.http.server import Server
 from ppdbench.router.board import Board
 from ppdbench.router.config import HealthRule, RouterConfig, Timeouts
@@ -76,9 +76,9 @@ class Rig:
 
         return answer
 
-    async def ask(self, method: str, path: str, body: bytes = b""):
+    async def ask(self, method: str, path: str, body: bytes = b"", headers: Headers = ()):
         origin = Origin.parse(self.router.url)
-        return await self.pool.fetch(origin, Request(method, path, (), body), timeout_s=10)
+        return await self.pool.fetch(origin, Request(method, path, headers, body), timeout_s=10)
 
     async def chat(self, **fields):
         return await self.ask("POST", CHAT, orjson.dumps({"messages": USER} | fields))
@@ -344,17 +344,33 @@ async def test_what_only_an_engine_could_read_is_not_passed(rig, hides):
         without_hand_off(body)
 
 
+PREFLIGHT = ((b"origin", b"http://page"), (b"access-control-request-method", b"POST"))
+
+
 async def test_a_preflight_brings_no_key_and_is_a_nodes_to_answer(rig):
     """A browser asks before it may send one; what is allowed the nodes say, and nothing is ours."""
     await rig.start("R", client_keys=("secret",))
 
-    asked = await rig.ask("OPTIONS", CHAT)
-    ours = await rig.ask("OPTIONS", "/metrics")
-    turn = await rig.ask("POST", CHAT, orjson.dumps({"messages": USER}))
+    asked = await rig.ask("OPTIONS", CHAT, headers=PREFLIGHT)
+    ours = await rig.ask("OPTIONS", "/metrics", headers=PREFLIGHT)
+    turn = await rig.ask("POST", CHAT, orjson.dumps({"messages": USER}), PREFLIGHT)
 
     assert (asked.head.status, asked.body) == (200, b"{}")
     assert (ours.head.status, turn.head.status) == (405, 401)
     assert [path for _, path, _ in rig.got if path.startswith("/v1")] == [CHAT]
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"), [(b"", PREFLIGHT[:1]), (b"{}", PREFLIGHT)], ids=["no question", "a body"]
+)
+async def test_only_a_preflight_needs_no_key(rig, body, headers):
+    """What no browser sends as one reaches no node."""
+    await rig.start("R", client_keys=("secret",))
+
+    answer = await rig.ask("OPTIONS", CHAT, body, headers)
+
+    assert answer.head.status == 401
+    assert not [path for _, path, _ in rig.got if path.startswith("/v1")]
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here to stand for a full disk")
@@ -824,7 +840,7 @@ async def test_a_node_with_a_key_of_its_own_gets_that_alone(monkeypatch, path):
     seen = []
 
     def answer(incoming, responder):
-        if incoming.method == "POST":
+        if incoming.method != "GET":  # which health checks are
             seen.append([value for name, value in incoming.headers if name == b"authorization"])
         responder.send(200, orjson.dumps(ANSWER), ((b"content-type", b"application/json"),))
 
@@ -841,8 +857,10 @@ async def test_a_node_with_a_key_of_its_own_gets_that_alone(monkeypatch, path):
         key = ((b"authorization", b"Bearer EMPTY"),)
         request = Request.json(path, {"messages": USER}, key)
         await pool.fetch(Origin.parse(router.url), request, timeout_s=5)
+        preflight = Request("OPTIONS", path, key + PREFLIGHT)
+        await pool.fetch(Origin.parse(router.url), preflight, timeout_s=5)
 
-    assert seen == [[b"Bearer of-the-node"]]
+    assert seen == [[b"Bearer of-the-node"], []]
     shown = repr((request, config, router, router.upstreams.all))
     assert not [word for word in ("of-the-node", "EMPTY", "hello there") if word in shown]
 
