@@ -250,6 +250,8 @@ class KeyedChat:
 
     So a conversation whose history was cut or rewritten beyond recognition is still known, by the
     key. Not by one that a second conversation has used: it is an application's, and names nobody.
+    Nor by one that is first seen in mid-conversation, as after a restart: there all who use it have
+    histories that are not known, and the first to come would stand for the others.
     """
 
     in_tokens = False
@@ -268,10 +270,14 @@ class KeyedChat:
 
     def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
         self._chat.leave(memory, note, answer)
-        other = memory.get(self._key)
-        if other is not None and (other.flags & SEVERAL or other.conversation != note.conversation):
+        if not self._is_alone(memory.get(self._key), note.conversation):
             note = replace(note, flags=note.flags | SEVERAL)
         memory.put(self._key, note)
+
+    def _is_alone(self, last: Note | None, conversation: int) -> bool:
+        if last is None:
+            return self.turn == 1
+        return not last.flags & SEVERAL and last.conversation == conversation
 
     def texts_behind(self, note: Note) -> list[str]:
         return self._chat.texts_behind(note)

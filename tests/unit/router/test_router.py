@@ -146,6 +146,22 @@ async def test_an_http_1_0_client_gets_a_stream_without_chunks(bench_for):
     assert body.endswith(b"data: [DONE]\n\n")
 
 
+async def test_users_under_one_cache_key_are_several_to_a_router_that_has_just_begun(bench_for):
+    """Their histories are not known, and the first to come does not stand for the others."""
+    bench = await bench_for("1P_2D", policy="local")
+    for name in range(4):
+        talk = [{"role": "user", "content": f"user {name} asks"},
+                {"role": "assistant", "content": f"to {name}"},
+                {"role": "user", "content": "on"}]  # fmt: skip
+        reply = await bench.chat(talk, prompt_cache_key="app")
+        assert reply.reason == "cold"
+
+    receipts = (await bench.get("/ppd/decisions")).json()["decisions"]
+
+    assert len({receipt["conversation"] for receipt in receipts}) == 4
+    assert sorted(receipt["node"] for receipt in receipts) == ["d0", "d0", "d1", "d1"]
+
+
 async def test_only_a_stream_has_a_ttft(bench_for):
     """An unstreamed answer comes whole: when its first token was there nobody knows."""
     bench = await bench_for("1P_1D", policy="local")
