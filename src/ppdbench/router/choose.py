@@ -208,7 +208,7 @@ class Chooser:
         )
         history.leave(self.memory, note, None if plan.several else answer)
 
-    def learn(self, plan: Plan, body: Mapping[str, Any], counted: Counted) -> bool:
+    def learn(self, plan: Plan, body: Mapping[str, Any], counted: Counted, now_s: float) -> bool:
         """Correct the estimates, and what is thought of the home's cache, by what was counted.
 
         Whether the home had lost what it was thought to hold.
@@ -227,7 +227,7 @@ class Chooser:
             estimates.learn_ratio(characters, tokens, of_a_part=held is not None)
         if held is None or plan.decision.route is not Route.LOCAL:
             return False
-        return _learn_residency(plan.home, held, counted.cached_tokens)
+        return _learn_residency(plan.home, held, counted.cached_tokens, now_s)
 
     def _identify(self, body: Mapping[str, Any], session_id: bytes | None) -> Speaker:
         explicit = explicit_key(session_id, body)
@@ -321,18 +321,21 @@ class Chooser:
         )
 
 
-def _learn_residency(home: Upstream, note: Note, cached_tokens: int | None) -> bool:
+def _learn_residency(
+    home: Upstream, note: Note, cached_tokens: int | None, now_s: float
+) -> bool:
     """Whether KV was lost, judged by the last question: an answer may come back as other tokens.
 
     A loss shows that all KV last used no later than the note's is gone, and says of no other. So
-    what the node computed since, or after a restart, is trusted, whenever the loss is seen.
+    what the node computed since, or after a restart, is trusted, whenever the loss is seen. A note
+    of before the clock was set back may lie ahead.
     """
     asked_tokens = note.context_tokens - note.answer_tokens
     if cached_tokens is None or asked_tokens < JUDGED_FROM_TOKENS:
         return False
     if cached_tokens >= LOST_SHARE * asked_tokens:
         return False
-    home.lost_s.put(max(home.lost_s.get(), note.used_s))
+    home.lost_s.put(max(home.lost_s.get(), min(note.used_s, int(now_s))))
     return True
 
 

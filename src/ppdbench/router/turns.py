@@ -356,7 +356,7 @@ class TurnInFlight(Struct, eq=False):
             return
         now_s = leg.at_s + self._services.clock_offset_s
         chooser = self._services.chooser
-        if chooser.learn(plan, self._body, leg.counted):
+        if chooser.learn(plan, self._body, leg.counted, now_s):
             self._services.health.doubt(plan.home)
         chooser.note(plan, leg.answer, self._prompt_tokens(leg), now_s)
         if chooser.policy.name == Route.PULL:

@@ -77,8 +77,7 @@ class Router:
         return self._server.url
 
     async def start(self) -> None:
-        for node in self.upstreams.all:
-            node.progress_cell.put(0.0)  # a state file's is of another boot's monotonic clock
+        self._distrust_other_clocks()
         await self._control.start()
         await self._server.start()
         self._run_beside(self.services.health.watch())
@@ -91,6 +90,17 @@ class Router:
 
             offset_s = self.services.clock_offset_s
             self._run_beside(KvEvents(self.upstreams, self._shared.board, offset_s).listen())
+
+    def _distrust_other_clocks(self) -> None:
+        """A state file may be of another boot, and of a wall clock that was set back since.
+
+        A mark that lies ahead would make all turns ``cold`` until then.
+        """
+        now_s = time.monotonic() + self.services.clock_offset_s
+        for node in self.upstreams.all:
+            node.progress_cell.put(0.0)
+            for mark in (node.lost_s, node.gone_s):
+                mark.put(min(mark.get(), now_s))
 
     async def close(self) -> None:
         """Stop at once; :meth:`drain` first for a friendly end."""

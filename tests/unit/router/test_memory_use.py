@@ -34,7 +34,7 @@ def test_resident_memory_is_flat_over_a_million_conversations():
             body = {"model": "m", "messages": [{"role": "user", "content": f"hello number {at}"}]}
             plan = chooser.plan(body, None, 1000.0 + at / 1000)
             answer, counted = Answer("fine", tokens=2), Counted(5, 2, 0)
-            chooser.learn(plan, body, counted)
+            chooser.learn(plan, body, counted, 1000.0 + at / 1000)
             chooser.note(plan, answer, 5, 1000.0 + at / 1000)
         return process.memory_info().rss
 

@@ -351,6 +351,22 @@ async def test_what_was_computed_after_a_loss_is_trusted_however_late_the_loss_i
     assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 256
 
 
+async def test_a_loss_of_a_note_from_before_the_clock_was_set_back_is_one_of_now(bench_for):
+    """As after a restart with a state file: it must not speak of what is computed for an hour."""
+    bench = await bench_for("1P_1D", policy="local")
+    ahead = await talk_of(bench, "ahead")
+    assert bench.engines["d0"].reset_prefix_cache()
+    bench.router.services.clock_offset_s -= 3600
+    lost = await bench.chat(ahead)
+    bench.router.services.clock_offset_s += 2
+    young = await talk_of(bench, "young")
+
+    later = await bench.chat(young)
+
+    assert lost.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert (later.route, later.reason) == ("local", "policy")
+
+
 async def talk_of(bench, name):
     """A conversation that is long enough to be judged, with its second question."""
     opening = {"role": "user", "content": f"{name} " * 400}
