@@ -321,9 +321,7 @@ class Chooser:
         )
 
 
-def _learn_residency(
-    home: Upstream, note: Note, cached_tokens: int | None, now_s: float
-) -> bool:
+def _learn_residency(home: Upstream, note: Note, cached_tokens: int | None, now_s: float) -> bool:
     """Whether KV was lost, judged by the last question: an answer may come back as other tokens.
 
     A loss shows that all KV last used no later than the note's is gone, and says of no other. So

@@ -155,6 +155,7 @@ class Receipts:
             if path.exists() and samestat(path.stat(), fstat(file.fileno())):
                 return
             self._log = path.open("ab", buffering=0)
+            self._log_cut = False
             file.close()
 
     def _append(self, file: IO[bytes], line: bytes) -> None:
