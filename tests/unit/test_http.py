@@ -198,6 +198,13 @@ async def test_nobody_listening_is_a_connect_error(pool):
         await pool.fetch(origin, Request("GET", "/"))
 
 
+@pytest.mark.parametrize("host", ["a..b", "a" * 70])
+async def test_a_name_that_cannot_be_looked_up_is_a_connect_error(pool, host):
+    """At once: the resolver refuses it with an error of another kind than all others."""
+    with pytest.raises(ConnectError, match="no host name"):
+        await pool.fetch(Origin("http", host, 80), Request("GET", "/"), timeout_s=2)
+
+
 @pytest.mark.parametrize(
     ("answer", "got_bytes"),
     [
@@ -498,6 +505,11 @@ async def test_a_taken_port_is_one_sentence():
     async with Server(echo) as server:
         with pytest.raises(EngineError, match=f"{server.port}.*choose another port"):
             await Server(echo, port=server.port).start()
+
+
+def test_an_ipv6_address_stands_in_brackets():
+    """So that the URL that is told can be used."""
+    assert Server(echo, host="::1", port=8000).url == "http://[::1]:8000"
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "127.0.0.1:80", "http://", "http://h:99999"])

@@ -41,7 +41,12 @@ class Node:
     def __post_init__(self) -> None:
         if not _is_address(self.url, path=False):
             raise UsageError(
-                f"url {self.url!r} of node {self.name!r} is not http(s)://host:port without a path"
+                f"url {self.url!r} of node {self.name!r} is not http(s)://host:port "
+                "without a path or credentials (a key comes by api_key_env)"
+            )
+        if not self.name.isprintable():
+            raise UsageError(
+                f"node {self.name!r}: a name goes into headers; give one that can be printed"
             )
         object.__setattr__(self, "url", self.url.rstrip("/"))
         object.__setattr__(self, "metrics_url", self.metrics_url or f"{self.url}/metrics")
@@ -93,11 +98,17 @@ class Node:
 
 
 def _is_address(text: str, *, path: bool) -> bool:
-    """Whether ``text`` is an ``http(s)`` address with a port that exists; ``path`` allows one."""
+    """Whether ``text`` is an ``http(s)`` address with a port that exists; ``path`` allows one.
+
+    Credentials in it would be shown wherever the address is; ``api_key_env`` is for keys.
+    """
     try:
         url = urlsplit(text)
         port = url.port
+        (url.hostname or "").encode("idna")
     except ValueError:
+        return False
+    if url.username is not None:
         return False
     bare = url.path in ("", "/") and not url.query and not url.fragment
     return url.scheme in ("http", "https") and bool(url.hostname) and port != 0 and (path or bare)
@@ -126,6 +137,10 @@ class ClusterSpec:
         twice = {name for name in names if names.count(name) > 1}
         if not names or twice:
             raise UsageError(f"a cluster needs nodes with unique names; got {names or 'none'}")
+        urls = [node.url for node in self.nodes]
+        for url in urls:
+            if urls.count(url) > 1:
+                raise UsageError(f"{url} stands for two nodes; each node has a URL of its own")
         self.topology  # noqa: B018  (raises when the roles do not make a cluster)
 
     @property

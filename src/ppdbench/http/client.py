@@ -451,6 +451,9 @@ class Pool:
                 )
         except TimeoutError:
             raise ConnectError(f"{origin} took no connection in {CONNECT_TIMEOUT_S:g} s") from None
+        except UnicodeError as error:
+            # A name that no resolver is asked for: an empty label, or one that is too long.
+            raise ConnectError(f"cannot connect to {origin}: this is no host name") from error
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise OutOfFilesError(

@@ -21,7 +21,7 @@ import orjson
 from msgspec import Struct
 
 from ppdbench.core.errors import EngineError
-from ppdbench.http.messages import JSON_TYPE, Headers
+from ppdbench.http.messages import JSON_TYPE, Headers, Origin
 
 log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 256 * 1024 * 1024
@@ -468,7 +468,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"http://{self._host}:{self._port}"
+        return str(Origin("http", self._host, self._port))
 
     async def start(self) -> None:
         """Begin to listen.

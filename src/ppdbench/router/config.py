@@ -67,6 +67,10 @@ class RouterConfig:
             if getattr(self, name) < 1:
                 option = "--" + name.replace("_", "-")
                 raise UsageError(f"{option} is {getattr(self, name)}; it must be at least 1")
+        if not self.host:
+            raise UsageError(
+                "--host is empty, which would mean every address; write 127.0.0.1, or 0.0.0.0"
+            )
         if self.workers > 1 and self.port == 0:
             raise UsageError(
                 f"--workers {self.workers} with --port 0: each would take another port; name one"

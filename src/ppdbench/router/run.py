@@ -15,6 +15,7 @@ import uvloop
 
 from ppdbench.core.errors import EngineError
 from ppdbench.http.files import raise_file_limit
+from ppdbench.http.messages import Origin
 from ppdbench.policy.base import Policy
 from ppdbench.router.config import RouterConfig
 from ppdbench.router.policies import Tables, check_policy, load_policy
@@ -90,7 +91,7 @@ class _Crew:
         for worker in range(self._config.workers):
             self._fork(worker)
         if self._pids:
-            self._ready(f"http://{self._config.host}:{self._config.port}")
+            self._ready(str(Origin("http", self._config.host, self._config.port)))
         while self._pids:
             pid, status = os.wait()
             worker = self._pids.pop(pid, -1)

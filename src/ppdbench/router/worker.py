@@ -64,7 +64,7 @@ class Router:
             max_body_bytes=config.max_body_bytes,
             reuse_port=config.workers > 1,
         )
-        self._keys = tuple(f"Bearer {key}".encode() for key in config.client_keys)
+        self._keys = tuple(key.encode() for key in config.client_keys)
         self._tasks: set[asyncio.Task[None]] = set()
         self._reloading = asyncio.Lock()
         self.draining = False
@@ -152,7 +152,9 @@ class Router:
         """Every key is compared, each in constant time. A browser's preflight can bring none."""
         if _is_preflight(incoming):
             return True
-        given = incoming.get(b"authorization") or b""
+        scheme, _, given = (incoming.get(b"authorization") or b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            return False
         return sum(hmac.compare_digest(given, key) for key in self._keys) > 0
 
     def _run_beside(self, work: Coroutine[Any, Any, None]) -> None:

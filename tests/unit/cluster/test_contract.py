@@ -60,6 +60,13 @@ def test_a_hand_written_file_needs_only_name_role_and_url(tmp_path):
         ('[[node]]\nname="a"\nrole="R"\nurl="http://a:99999"', "not http"),
         ('[[node]]\nname="a"\nrole="R"\nurl="http://a:1?x=1"', "without a path"),
         ('[[node]]\nname="a"\nrole="R"\nurl="http://a:1"\nmetrics_url="a:1/m"', "metrics_url"),
+        ('[[node]]\nname="a"\nrole="R"\nurl="http://user:key@a:1"', "not http"),
+        ('[[node]]\nname="a"\nrole="R"\nurl="http://a..b:1"', "not http"),
+        ('[[node]]\nname="a\\r\\nx: y"\nrole="R"\nurl="http://a:1"', "can be printed"),
+        (
+            "".join(f'[[node]]\nname="{name}"\nrole="R"\nurl="http://a:1"\n' for name in "ab"),
+            "http://a:1 stands for two nodes",
+        ),
         ('[[node]]\nname="bad"\nrole="X"\nurl="http://a:1"', "cluster.toml, node 'bad'"),
         *(
             (f'[[node]]\nname="a"\nrole="R"\nurl="http://a:1"\nkv_events="{address}"', "kv_events")

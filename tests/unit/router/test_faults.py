@@ -359,6 +359,17 @@ async def test_client_keys_are_asked_for_and_do_not_travel_on(bench_for):
     assert (await bench.get("/health")).status == 200
 
 
+@pytest.mark.parametrize("scheme", ["bearer", "BEARER"])
+async def test_a_scheme_is_written_in_any_case(bench_for, scheme):
+    """As HTTP says and vLLM reads it; another scheme opens nothing."""
+    bench = await bench_for("1R", client_keys=("secret",))
+
+    allowed = await bench.chat(USER, headers={"authorization": f"{scheme} secret"})
+    denied = await bench.chat(USER, headers={"authorization": "Basic secret"})
+
+    assert (allowed.status, denied.status) == (200, 401)
+
+
 async def test_unknown_paths_under_v1_pass_to_a_node_or_say_so(bench_for):
     """The engine's own 404 comes back; a path outside /v1 is ours."""
     bench = await bench_for("1P_1D")

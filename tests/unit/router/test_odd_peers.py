@@ -525,6 +525,14 @@ def test_more_notes_than_memory_is_one_sentence():
         make_buffer(config)
 
 
+def test_an_empty_host_is_refused():
+    """It would listen on every address, where a variable of a script is not set."""
+    with pytest.raises(UsageError, match="--host is empty"):
+        RouterConfig(
+            cluster=cluster_from_options(["R=http://127.0.0.1:1"]), policy="local", host=""
+        )
+
+
 def test_several_workers_share_a_port_that_has_a_number():
     """With port 0 each would take one of its own, and nobody would know them."""
     with pytest.raises(UsageError, match="--port 0"):
