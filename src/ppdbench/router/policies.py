@@ -35,17 +35,27 @@ async def check_policy(policy: Policy, config: RouterConfig) -> list[str]:
 
 
 class Tables:
-    """The table files of a configuration and whether they have changed since last asked."""
+    """The table files of a configuration and whether they have changed since last asked.
+
+    Made before they are read, so that no change in between goes unseen.
+    """
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         names = (config.policy, config.shadow or "")
         self._paths = [Path(n.removeprefix(_TABLE)) for n in names if n.startswith(_TABLE)]
         self._seen = self._look()
+        self._shadow: Policy | None = None
 
     def shadow(self) -> Policy | None:
         """The policy that is only asked, read anew."""
-        return None if self._config.shadow is None else _load(self._config, self._config.shadow)
+        name = self._config.shadow
+        self._shadow = None if name is None else _load(self._config, name)
+        return self._shadow
+
+    def first_shadow(self) -> Policy | None:
+        """The one that was read last, or now where none was: a bad file ends no worker."""
+        return self._shadow or self.shadow()
 
     def changed(self) -> bool:
         """Whether a file differs from how it was at the last call, or at the start."""

@@ -34,29 +34,31 @@ def run(config: RouterConfig, ready: Callable[[str], None]) -> None:
         EngineError: the port is taken.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a table to take anew
+    tables = Tables(config)
     policy = load_policy(config)
-    shadow = Tables(config).shadow()
+    shadow = tables.shadow()
     for warning in asyncio.run(check_policy(policy if shadow is None else shadow, config)):
         log.warning("%s", warning)
     raise_file_limit()
     with state_locked(config.state_file):
         buffer = make_buffer(config)
         if config.workers == 1:
-            _work(config, policy, buffer, 0, ready)
+            _work(config, policy, tables, buffer, 0, ready)
         else:
-            _Crew(config, policy, buffer, ready).work()
+            _Crew(config, policy, tables, buffer, ready).work()
 
 
 def _work(  # noqa: PLR0913, PLR0917  (what a worker is made of)
     config: RouterConfig,
     policy: Policy,
+    tables: Tables,
     buffer: mmap,
     worker: int,
     ready: Callable[[str], None],
     parent: int | None = None,
 ) -> None:
     async def serve() -> None:
-        router = Router(config, policy, Shared.over(buffer, config, worker))
+        router = Router(config, policy, Shared.over(buffer, config, worker), tables)
         await serve_until_told(router, ready, parent)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -71,11 +73,17 @@ class _Crew:
     the parent alone can write to, so even a parent that is killed does not leave them behind.
     """
 
-    def __init__(
-        self, config: RouterConfig, policy: Policy, buffer: mmap, ready: Callable[[str], None]
+    def __init__(  # noqa: PLR0913, PLR0917  (what all workers begin with)
+        self,
+        config: RouterConfig,
+        policy: Policy,
+        tables: Tables,
+        buffer: mmap,
+        ready: Callable[[str], None],
     ) -> None:
         self._config = config
         self._policy = policy
+        self._tables = tables
         self._buffer = buffer
         self._ready = ready
         self._pids: dict[int, int] = {}
@@ -135,7 +143,10 @@ class _Crew:
         code = 1
         try:
             os.close(self._life)
-            _work(self._config, self._policy, self._buffer, worker, lambda _: None, self._life_end)
+            _work(
+                self._config, self._policy, self._tables, self._buffer, worker, lambda _: None,
+                self._life_end,
+            )  # fmt: skip
             code = 0
         except EngineError as error:
             code = error.exit_code

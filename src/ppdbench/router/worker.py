@@ -38,20 +38,25 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 class Router:
-    """Serves in the running loop. Use as an async context manager, then ``url``."""
+    """Serves in the running loop. Use as an async context manager, then ``url``.
 
-    def __init__(self, config: RouterConfig, policy: Policy, shared: Shared) -> None:
+    ``tables`` are of when ``policy`` was read; without them it was read just now.
+    """
+
+    def __init__(
+        self, config: RouterConfig, policy: Policy, shared: Shared, tables: Tables | None = None
+    ) -> None:
         self.config = config
         self._shared = shared
         self.upstreams = Upstreams(config.cluster, shared.board)
         rate = ArrivalRate(shared.board)
-        self._tables = Tables(config)
+        self._tables = Tables(config) if tables is None else tables
         chooser = Chooser(
             self.upstreams,
             policy,
             shared.memory,
             rate,
-            self._tables.shadow(),
+            self._tables.first_shadow(),
             config.count_tokens,
         )
         health = Health(self.upstreams, config.health)
@@ -79,6 +84,8 @@ class Router:
     async def start(self) -> None:
         self._distrust_other_clocks()
         await self._control.start()
+        if self._tables.changed():  # one that replaces a dead worker decides as the others do
+            await self.reload()
         await self._server.start()
         self._run_beside(self.services.health.watch())
         self._run_beside(self.services.health.resolve_doubts())

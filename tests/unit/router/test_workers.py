@@ -314,6 +314,26 @@ async def test_sighup_takes_a_good_table_and_keeps_the_one_in_use_for_a_bad_one(
     assert "JSON" in sentence
 
 
+async def test_a_worker_that_replaces_a_dead_one_decides_by_the_table_in_use(tmp_path):
+    """Not by the one that the command began with; a bad file since then does not end it."""
+    path = tmp_path / "t.json"
+    a_table(path, local=True)
+    async with FakeEngine() as p, FakeEngine() as d:
+        port = free_port()
+        nodes = (f"--node=P={p.url}", f"--node=D={d.url}", "--workers", "2")
+        async with serving("--table", str(path), *nodes, port=port) as process:
+            await all_listen(port, 2)
+            new = a_table(path, local=False).digest
+            await all_use(port, new)
+            for victim in children_of(process.pid):
+                os.kill(victim, signal.SIGKILL)
+            await said(process, "took the table anew", 4)
+            await all_listen(port, 2)
+            seen = await digests(port), await later_route(port, 1)
+
+    assert seen == ({new}, ("remote", "table"))
+
+
 def write_tokenizer(path) -> None:
     """One token per word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
