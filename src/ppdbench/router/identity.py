@@ -32,7 +32,6 @@ _SEPARATING = frozenset({
 """Fields with another value give another prompt from its beginning on, or another cache."""
 
 _CHECK_BITS = 0xFFFFFFFF
-_ANSWERED_HERE = b"\x1e"
 
 TRIMMED_LENGTH = 16
 """White space that clients may take off an answer's ends."""
@@ -244,14 +243,19 @@ class ChatHistory:
     def texts_behind(self, note: Note) -> list[str]:
         return _texts_behind(self._messages, note)
 
+    def last_answer_check(self) -> int | None:
+        """Of the last answer that the history shows, if it shows any."""
+        shown = next(filter(_is_answer, reversed(self._messages)), None)
+        return None if shown is None else _check_of(_shown_answer(shown))
+
 
 class KeyedChat:
     """Messages under a ``prompt_cache_key``: their history says whose they are, else the key does.
 
-    So a conversation whose history was cut or rewritten beyond recognition is still known, by the
-    key. Not by one that a second conversation has used: it is an application's, and names nobody.
-    Nor by one that is first seen in mid-conversation, as after a restart: there all who use it have
-    histories that are not known, and the first to come would stand for the others.
+    So a conversation whose history was cut or rewritten is still known, by the key and the last
+    answer. Not by a key that a second conversation has used: it is an application's, and names
+    nobody. Nor by one that is first seen in mid-conversation, as after a restart: there all who use
+    it have histories that are not known, and the first to come would stand for the others.
     """
 
     in_tokens = False
@@ -266,13 +270,16 @@ class KeyedChat:
         if found is not None or self.turn == 1:
             return found
         note = memory.get(self._key)
-        return None if note is None or note.flags & SEVERAL else Found(note, Place.DIFFERS)
+        if note is None or note.flags & SEVERAL or note.check != self._chat.last_answer_check():
+            return None
+        return Found(note, Place.DIFFERS)
 
     def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
         self._chat.leave(memory, note, answer)
         if not self._is_alone(memory.get(self._key), note.conversation):
             note = replace(note, flags=note.flags | SEVERAL)
-        memory.put(self._key, note)
+        check = 0 if answer is None else _check_of(_answer_bytes(answer.text, answer.tools))
+        memory.put(self._key, replace(note, check=check))
 
     def _is_alone(self, last: Note | None, conversation: int) -> bool:
         if last is None:
@@ -286,8 +293,8 @@ class KeyedChat:
 class NamedChat:
     """Messages of a conversation that the client named: one note, under that name.
 
-    Its check is of all that was asked up to the last question, so an answer that the client has
-    changed does not matter, and any other change of the history is noticed.
+    Its check is of all that stands before the last answer, as the client showed it when it asked.
+    So the last answer may come back changed, and any other change of the history is noticed.
     """
 
     in_tokens = False
@@ -302,7 +309,7 @@ class NamedChat:
         for message in messages:
             if _is_answer(message):
                 self._check_before = hasher.intdigest() & _CHECK_BITS
-                hasher.update(_ANSWERED_HERE)
+                hasher.update(_part(b"assistant", _shown_answer(message)))
                 turn += 1
                 self._size_before = size
                 size += _length(message.get("content"))
@@ -408,6 +415,10 @@ def _put(memory: Memory, key: bytes, note: Note, *, behind_answer: bool = False)
     memory.put(key, note)
 
 
+def _check_of(raw: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(raw) & _CHECK_BITS
+
+
 def _answer_bytes(content: str, tools: str) -> bytes:
     """Clients trim answers when they send them back, so white space at the ends does not count."""
     return f"{content.strip()}\x1e{tools}".encode("utf-8", "replace")
@@ -451,11 +462,17 @@ def _role_and_content(message: object) -> tuple[bytes, bytes]:
     """Of anything that stands in ``messages``; what is no message is the engine's to refuse."""
     if not isinstance(message, dict):
         return b"", _canonical(message)
-    content, role = _canonical(message.get("content")), message.get("role")
+    role = message.get("role")
     if role == "assistant":
-        text = content.decode("utf-8", "replace")
-        return b"assistant", _answer_bytes(text, _tool_ids(message))
-    return _canonical(role), content
+        return b"assistant", _shown_answer(message)
+    return _canonical(role), _canonical(message.get("content"))
+
+
+def _shown_answer(message: Mapping[str, Any]) -> bytes:
+    """An answer as a history shows it."""
+    content = message.get("content")
+    text = content if isinstance(content, str) else _canonical(content).decode("utf-8", "replace")
+    return _answer_bytes(text, _tool_ids(message))
 
 
 class RawHistory:
@@ -475,7 +492,10 @@ class RawHistory:
         self.size = len(raw) // unit
 
     def find(self, memory: Memory) -> Found | None:
-        """A history no longer than ours that is its beginning, the longest first."""
+        """A history no longer than ours that is its beginning, the longest first.
+
+        A first turn has no past, even where another began with its words.
+        """
         borders = _borders(self.size)
         if not borders or not memory.sizes(self.key(self.raw, borders[0], b"border")):
             return None
@@ -483,8 +503,12 @@ class RawHistory:
             for size in sorted(memory.sizes(self.key(self.raw, border, b"border")), reverse=True):
                 key = self.key(self.raw, size, b"end")
                 note = memory.get(key) if size <= self.size else None
-                if note is not None:
-                    return Found(note, Place.REPEATS if size == self.size else Place.CONTINUES)
+                if note is None:
+                    continue
+                if size < self.size:
+                    return Found(note, Place.CONTINUES)
+                if note.turn > 1 or note.flags & ANSWERED:
+                    return Found(note, Place.REPEATS)
         return None
 
     def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:

@@ -73,7 +73,7 @@ class _Crew:
     the parent alone can write to, so even a parent that is killed does not leave them behind.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917  (what all workers begin with)
+    def __init__(
         self,
         config: RouterConfig,
         policy: Policy,

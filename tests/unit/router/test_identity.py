@@ -164,6 +164,21 @@ def test_a_text_prompt_with_its_answer_is_a_history(memory):
     assert found.note.size == len(text) + len("It was fast.")
 
 
+@pytest.mark.parametrize("prompt", ["Once upon a time there was", [*range(40)]])
+def test_a_raw_first_turn_is_nobodys_continuation(memory, prompt):
+    """As of chats: two users who open with the same words are two conversations."""
+    first = {"model": "m", "prompt": prompt}
+    more = " a router" if isinstance(prompt, str) else [1, 2]
+    later = {"model": "m", "prompt": prompt + more}
+    served(memory, first, "", 1)
+    history = read_history(later)
+
+    assert read_history(first).find(memory) is None
+    assert history.find(memory).place is Place.CONTINUES
+    history.leave(memory, Note(1, 10, history.size, 1, 0, 2, 0, 0), None)
+    assert read_history(later).find(memory).place is Place.REPEATS
+
+
 @pytest.mark.parametrize(
     ("first", "same", "changed"),
     [
@@ -202,7 +217,7 @@ def test_a_cache_key_names_a_conversation_whose_history_was_cut(memory):
     """As by a client that keeps the last messages alone; what is held of them nobody knows."""
     key = {"prompt_cache_key": "k"}
     served(memory, chat(user("a"), **key), "A", 7, home=3)
-    cut = chat(assistant("another"), user("b"), **key)
+    cut = chat(assistant("A "), user("b"), **key)
 
     found = read_history(cut).find(memory)
     assert (found.note.conversation, found.note.home, found.place) == (7, 3, Place.DIFFERS)
@@ -214,6 +229,15 @@ def test_a_cache_key_names_a_conversation_whose_history_was_cut(memory):
     assert read_history(cut | {"prompt_cache_key": ""}).find(memory) is None
 
 
+def test_who_shows_another_answer_is_another_conversation_under_a_cache_key(memory):
+    """As the second user of an application is whose history nobody knows here."""
+    key = {"prompt_cache_key": "app"}
+    served(memory, chat(user("a"), **key), "A", 7, home=3)
+    other = chat(user("c"), assistant("C"), user("d"), **key)
+
+    assert read_history(other).find(memory) is None
+
+
 def test_a_cache_key_of_two_conversations_names_neither_for_good(memory):
     """It is an application's; the one that spoke last has no claim to it."""
     key = {"prompt_cache_key": "app"}
@@ -221,7 +245,7 @@ def test_a_cache_key_of_two_conversations_names_neither_for_good(memory):
     for _ in range(2):
         served(memory, chat(user("b"), **key), "B", 8)
 
-    assert read_history(chat(assistant("another"), user("c"), **key)).find(memory) is None
+    assert read_history(chat(assistant("B"), user("c"), **key)).find(memory) is None
 
 
 def system(text):
@@ -237,13 +261,17 @@ LONG = [system("It is 12:00:01"), user("a"), assistant("A"), user("b"), assistan
         (None, Place.CONTINUES),
         (0, Place.DIFFERS),
         (1, Place.DIFFERS),
-        (2, Place.CONTINUES),
+        (2, Place.DIFFERS),
         (3, Place.DIFFERS),
+        (4, Place.CONTINUES),
     ],
-    ids=["nothing", "system", "first question", "an answer", "last question"],
+    ids=["nothing", "system", "first question", "first answer", "last question", "last answer"],
 )
 def test_a_named_conversation_notices_an_edit_wherever_it_is(memory, at, place):
-    """Of equal length too, as a clock in the system message is; a trimmed answer is no edit."""
+    """Of equal length too, as a clock in the system message is.
+
+    Only behind the last question nothing is claimed, so the last answer may be another.
+    """
     name = explicit_key(b"session", chat())
     history = read_history(chat(*LONG[:4]), name)
     history.leave(memory, Note(1, 10, history.size, 1, 3, 2, 0, 0), Answer("B", tokens=5))
