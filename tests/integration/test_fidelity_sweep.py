@@ -49,6 +49,7 @@ def test_unseen_topologies_are_predicted(reference_sweep):
     assert True in verdicts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [

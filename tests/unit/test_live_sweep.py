@@ -105,6 +105,7 @@ def test_both_routes_are_measured_and_proven(run, tmp_path):
     assert all(line["problems"] == [] and line["attempt"] == 1 for line in timing.values())
 
 
+@pytest.mark.slow
 def test_warm_up_is_marked_and_stored_apart(run, tmp_path):
     """One conversation of two turns for the one home, in no figure of the point."""
     with ThreadedCluster() as cluster:
@@ -119,6 +120,7 @@ def test_warm_up_is_marked_and_stored_apart(run, tmp_path):
     assert len(measured) == points[0]["turns"]
 
 
+@pytest.mark.slow
 def test_a_d_that_prefills_for_itself_leaves_the_path_unproven(run):
     """It ignores the hand-off and answers well, with HTTP 200: only its counters tell."""
 
@@ -152,6 +154,7 @@ def test_a_slowed_client_is_client_limited(run, monkeypatch):
     assert all("client_limited" in point["validity"] for point in points)
 
 
+@pytest.mark.slow
 def test_failing_turns_do_not_unprove_the_path(run):
     """A broken stream may or may not have moved KV; the route was still the one asked for."""
 
@@ -167,6 +170,7 @@ def test_failing_turns_do_not_unprove_the_path(run):
     assert all("errors" in point["validity"] for point in points)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "named"), [({"warm_up": 0}, "flags.warm_up"), ({"canaries": False}, "flags.canaries")]
 )
@@ -220,6 +224,7 @@ class FragileCluster(Cluster):
         self._sick_node = False
 
 
+@pytest.mark.slow
 def test_a_failed_point_is_retried_once_on_a_fresh_cluster(run, tmp_path):
     """A node dies in the first attempt; the second one counts, and nobody sees a difference."""
     with ThreadedCluster() as cluster:
@@ -232,6 +237,7 @@ def test_a_failed_point_is_retried_once_on_a_fresh_cluster(run, tmp_path):
     assert all("engine_failed" not in point["validity"] for point in points)
 
 
+@pytest.mark.slow
 def test_a_point_that_fails_twice_is_recorded_and_does_not_poison_the_next(run):
     """The cause stands in the point; the next point starts on a fresh cluster."""
     with ThreadedCluster() as cluster:
@@ -246,6 +252,7 @@ def test_a_point_that_fails_twice_is_recorded_and_does_not_poison_the_next(run):
     assert [p["success"] for p in points if p not in failed] == [1.0]
 
 
+@pytest.mark.slow
 def test_an_attached_cluster_that_died_ends_the_sweep_and_can_be_resumed(run, tmp_path):
     """It is not ours to restart: exit code 3, what was measured stays."""
     with ThreadedCluster() as cluster:
@@ -285,6 +292,7 @@ def test_a_point_over_its_time_fails_with_that_cause(run):
     assert [point["cause"] for point in points] == ["the point did not end within 1 s"] * 2
 
 
+@pytest.mark.slow
 def test_a_pd_is_a_d_with_another_routing_and_shares_its_process(run):
     """1P_1D and 1P_1pD need the same processes: one start, and the pD's later turns are local."""
     text = GRID.replace('["1P_1D"]', '["1P_1D", "1P_1pD"]').replace('"remote", "local"', '"roles"')
