@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import resource
+import socket
 
 import pytest
 
@@ -321,6 +322,32 @@ async def test_connections_ahead_do_not_overrun_a_listener(pool, monkeypatch):
         assert repr(pool) == "<Pool 300 connections, 300 idle>"
 
     assert max(most) <= 100
+
+
+async def test_a_peer_that_vanishes_is_noticed_on_either_side(pool):
+    """Nothing tells a cut link from a slow peer but its kernel's answer to a probe."""
+    accepted = []
+
+    async with Server(lambda incoming, responder: accepted.append(responder)) as server:
+        exchange = pool.start(Origin.parse(server.url), Request("GET", "/"), Recorder())
+        await until(lambda: accepted)
+        ends = [exchange._connection._transport, accepted[0]._connection._transport]
+        sockets = [end.get_extra_info("socket") for end in ends]
+        probed = [
+            sock.getsockopt(level, option)
+            for sock in sockets
+            for level, option in (
+                (socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+                (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE),
+                (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
+                (socket.IPPROTO_TCP, socket.TCP_KEEPCNT),
+            )
+        ]
+        unconfirmed_ms = sockets[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        exchange.cancel()
+
+    assert probed == [1, 30, 10, 3] * 2
+    assert unconfirmed_ms == 60_000
 
 
 async def test_an_interim_answer_is_swallowed(pool):

@@ -23,6 +23,7 @@ from ppdbench.http.errors import (
     HttpError,
     OutOfFilesError,
 )
+from ppdbench.http.keepalive import limit_unacknowledged, probe_peer
 from ppdbench.http.messages import Head, Origin, Request, Response
 
 IDLE_LIMIT_S = 4.0
@@ -189,6 +190,9 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports have the interface without being asyncio.Transport.
         self._transport = cast("asyncio.Transport", transport)
+        sock = transport.get_extra_info("socket")
+        probe_peer(sock)
+        limit_unacknowledged(sock)
 
     def data_received(self, data: bytes) -> None:
         self._at_s = time.monotonic()

@@ -21,6 +21,7 @@ import orjson
 from msgspec import Struct
 
 from ppdbench.core.errors import EngineError
+from ppdbench.http.keepalive import probe_peer
 from ppdbench.http.messages import JSON_TYPE, Headers, Origin
 
 log = logging.getLogger(__name__)
@@ -490,6 +491,8 @@ class Server:
                 f"cannot listen on {self._host}:{self._port}: {error.strerror or error}; "
                 "choose another port or stop what listens there"
             ) from error
+        for listening in self._server.sockets:
+            probe_peer(listening)
         self._port = self._server.sockets[0].getsockname()[1]
         self._check_after_a_while()
 

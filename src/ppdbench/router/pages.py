@@ -153,6 +153,7 @@ class Pages:
         if request.method == "TRACE" or ".." in request.path.split("/"):
             return _error(404, "no node is asked this", "NotFoundError")
         relay = Relay()
+        timeouts = self._services.config.timeouts
         try:
             body = without_hand_off(await request.read())
         except UnreadableError as error:
@@ -160,9 +161,9 @@ class Pages:
         asked = self._request(alone[0], request, body)
         exchange = relay.exchange = alone[0].pool.start(alone[0].origin, asked, relay)
         try:
-            async with asyncio.timeout(self._services.config.timeouts.first_byte_s):
+            async with asyncio.timeout(timeouts.first_byte_s):
                 head = await relay.head
-            return await _relayed(request, head, relay)
+            return await _relayed(request, head, relay, timeouts.silence_s)
         except TimeoutError:
             return _error(504, f"{alone[0].name} gave no answer in time", "TimeoutError")
         except HttpError as error:
@@ -224,16 +225,24 @@ class Relay:
             yield piece
 
 
-async def _relayed(request: web.Request, head: Head, relay: Relay) -> web.StreamResponse:
-    """Piece by piece, so that a stream stays one; one that breaks off ends without its end."""
+async def _relayed(
+    request: web.Request, head: Head, relay: Relay, silence_s: float
+) -> web.StreamResponse:
+    """Piece by piece, so that a stream stays one; one that breaks off ends without its end.
+
+    So does one that stalls, at the node or at the client, for longer than ``silence_s``.
+    """
     if request.method == "HEAD":
         return web.Response(status=head.status, headers=_headers(head))
     answer = web.StreamResponse(status=head.status, headers=_headers(head))
     await answer.prepare(request)
+    clock = asyncio.get_running_loop().time
     try:
-        async for piece in relay:
-            await answer.write(piece)
-    except HttpError:
+        async with asyncio.timeout(silence_s) as silence:
+            async for piece in relay:
+                await answer.write(piece)
+                silence.reschedule(clock() + silence_s)
+    except (HttpError, TimeoutError):
         assert request.transport is not None
         request.transport.abort()
     else:

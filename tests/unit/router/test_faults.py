@@ -444,6 +444,24 @@ async def test_a_stream_that_is_no_turn_breaks_off_where_its_node_does(bench_for
     await until(lambda: opened[1].gone)
 
 
+async def test_a_node_that_stalls_in_what_is_no_turn_holds_it_no_longer_than_a_turn(bench_for):
+    """The answer breaks off, as it would had the node closed, and nothing stays in flight."""
+    bench = await bench_for("1P_1D", timeouts=Timeouts(silence_s=0.3))
+
+    def stall(_, responder):
+        responder.start(200)
+        responder.write(b"half")
+
+    route(bench, "/v1/responses", stall)
+    reader, writer = await ask_raw(bench, b"/v1/responses")
+    rest = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+
+    assert b"half" in rest
+    assert not rest.endswith(b"0\r\n\r\n")
+    await until(lambda: bench.total("in_flight") == 0)
+
+
 async def test_a_slow_reader_of_a_stream_that_is_no_turn_slows_the_node(bench_for):
     """Its bytes do not pile up in the router: the node feels a full connection, then goes on."""
     bench = await bench_for("1P_1D")
