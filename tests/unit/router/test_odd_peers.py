@@ -620,6 +620,25 @@ async def test_a_client_that_takes_nothing_is_no_fault_of_the_node(rig):
     writer.transport.abort()
 
 
+async def test_a_client_that_takes_nothing_of_what_is_no_turn_holds_no_place(rig):
+    """The cap counts it, so it would refuse others for ever."""
+
+    def endless(responder):
+        responder.start(200, STREAM)
+        for _ in range(100):
+            responder.write(b"x" * 100_000)
+
+    rig.says["R"] = endless
+    await rig.start("R", timeouts=Timeouts(silence_s=0.2))
+    _, writer = await rig.connected()
+    writer.transport.pause_reading()
+    writer.write(wire("/v1/responses", {"input": "x", "stream": True}))
+
+    await rig.until(lambda: rig.got)
+    await rig.until(rig.is_calm)
+    writer.transport.abort()
+
+
 @pytest.mark.parametrize(
     ("options", "sent"),
     [
