@@ -173,6 +173,7 @@ class TurnInFlight(Struct, eq=False):
 
     def begin(self) -> None:
         """Plan and send."""
+        # As in ``_ending_the_turn``, less a call that every turn would pay for.
         try:
             self._plan_and_send()
         except Exception:
