@@ -58,7 +58,8 @@ class Rig:
             await engine.start()
         raw_url = f"http://127.0.0.1:{self.raw.sockets[0].getsockname()[1]}"
         good = self._router([f"{role}={e.url}" for role, e in zip("PD", self.engines, strict=True)])
-        handed = self._router([f"P={raw_url}", f"D={raw_url}"])
+        again_url = raw_url.replace("127.0.0.1", "localhost")  # two nodes do not share a URL
+        handed = self._router([f"P={raw_url}", f"D={again_url}"])
         self.routers = [good, self._router([f"R={raw_url}"]), handed]
         for router in self.routers:
             await router.start()
