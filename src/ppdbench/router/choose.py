@@ -23,12 +23,14 @@ from ppdbench.router.identity import (
     Found,
     History,
     Place,
+    answers_a_tool_call,
     explicit_key,
     read_history,
 )
 from ppdbench.router.memory import (
     MOST_TURN,
     NO_PREFILL,
+    REASONED_STEPS,
     SEVERAL,
     SPLIT,
     Memory,
@@ -78,7 +80,8 @@ class Plan(Struct, frozen=True):
     """Where a turn goes and why, and what is needed to note it afterwards.
 
     ``drift`` is of the table that was asked; another one may have been taken meanwhile. ``several``
-    prompts or answers: their counts are of all together.
+    prompts or answers: their counts are of all together. ``steps``: the prompt still has the
+    reasoning before the tool calls of its history.
     """
 
     decision: Decision
@@ -90,6 +93,7 @@ class Plan(Struct, frozen=True):
     shadow: Decision | None = None
     drift: Drift | None = None
     several: bool = False
+    steps: bool = False
 
 
 class Chooser:
@@ -160,15 +164,17 @@ class Chooser:
             decision = Decision(forced, "override")
         else:
             decision = decide(self.policy, features, home.role, holds_kv=holds_kv)
-            if moved and decision is COLD:
-                decision = MOVED
             if self.drift is not None:
                 decision = self.drift.corrected(decision, now_s)
             if self.shadow is not None:
                 shadow = decide(self.shadow, features, home.role, holds_kv=holds_kv)
+            if moved:
+                decision = MOVED if decision is COLD else decision
+                shadow = MOVED if shadow is COLD else shadow
         prefill = self._prefill_for(decision, speaker.found)
+        steps = _has_steps(speaker.found) and answers_a_tool_call(body)
         return Plan(
-            decision, features, speaker, home, prefill, holds_kv, shadow, self.drift, several
+            decision, features, speaker, home, prefill, holds_kv, shadow, self.drift, several, steps
         )
 
     def again(self, plan: Plan, without: Collection[str]) -> Plan:
@@ -204,7 +210,7 @@ class Chooser:
             home.index,
             min(speaker.turn, MOST_TURN),
             home.epoch,
-            prefill_flags(_last_prefill(plan)),
+            prefill_flags(_last_prefill(plan)) | (REASONED_STEPS if plan.steps else 0),
         )
         history.leave(self.memory, note, None if plan.several else answer)
 
@@ -227,6 +233,8 @@ class Chooser:
             estimates.learn_ratio(characters, tokens, of_a_part=held is not None)
         if held is None or plan.decision.route is not Route.LOCAL:
             return False
+        if _has_steps(found) and not plan.steps:
+            return False  # the template took the steps' reasoning out: that is no loss
         return _learn_residency(plan.home, held, counted.cached_tokens, now_s)
 
     def _identify(self, body: Mapping[str, Any], session_id: bytes | None) -> Speaker:
@@ -335,6 +343,10 @@ def _learn_residency(home: Upstream, note: Note, cached_tokens: int | None, now_
         return False
     home.lost_s.put(max(home.lost_s.get(), min(note.used_s, int(now_s))))
     return True
+
+
+def _has_steps(found: Found | None) -> bool:
+    return found is not None and bool(found.note.flags & REASONED_STEPS)
 
 
 def _evicted(home: Upstream, note: Note) -> bool:

@@ -20,7 +20,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ppdbench.router.documents import written
-from ppdbench.router.memory import ANSWERED, MOST_ANSWER_TOKENS, SEVERAL, SPLIT, Memory, Note
+from ppdbench.router.memory import (
+    ANSWERED,
+    MOST_ANSWER_TOKENS,
+    REASONED_STEPS,
+    SEVERAL,
+    SPLIT,
+    Memory,
+    Note,
+)
 
 MAX_LOOKUPS = 32
 """Histories are looked up from their end; what lies deeper than this is cold."""
@@ -354,6 +362,13 @@ class NamedChat:
         return _texts_behind(self._messages, note)
 
 
+def answers_a_tool_call(body: Mapping[str, Any]) -> bool:
+    """Whether the model goes on from a tool's result, and nobody has asked anything new."""
+    messages = body.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and last.get("role") == "tool"
+
+
 def _texts_behind(messages: list[Any], note: Note) -> list[str]:
     """A note of turn n stands behind the nth answer, or before it where it was never seen."""
     answers = [at for at, message in enumerate(messages) if _is_answer(message)]
@@ -384,7 +399,8 @@ def _behind(note: Note, size: int, answer: Answer | None, check: int = 0) -> Not
     Behind reasoning no more is held than the question: what follows it stands elsewhere then.
     """
     if answer is not None and answer.reasoned:
-        return replace(note, check=check)
+        steps = REASONED_STEPS if answer.tools else 0
+        return replace(note, check=check, flags=note.flags | steps)
     tokens = 0 if answer is None else answer.tokens or 0
     return Note(
         note.conversation,

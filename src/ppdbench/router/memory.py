@@ -39,6 +39,9 @@ SEVERAL = 2
 SPLIT = 4
 """… and they live on different nodes, so the note names no home."""
 
+REASONED_STEPS = 16
+"""The history holds reasoning before tool calls: prompts have it until the next question."""
+
 NO_PREFILL = 0xFF
 _PREFILL_SHIFT = 8
 """The flags' upper byte is one more than the number of the P, 0 where there was none."""

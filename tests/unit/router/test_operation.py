@@ -15,9 +15,11 @@ from ppdbench.core.topology import Role
 from ppdbench.http.server import Responder
 from ppdbench.policy.rules import decide
 from ppdbench.policy.table import load_table_policy
+from ppdbench.router.answer import Counted
 from ppdbench.router.drift import HOLD_S, MIN_TURNS, Drift
 from ppdbench.router.estimate import OUTPUT_TOKENS
 from ppdbench.router.fitness import LiveFacts, mismatches
+from ppdbench.router.identity import Answer
 from ppdbench.router.policies import check_policy, load_policy
 from ppdbench.table.schema import AXES, Cell, Table, save_table
 from ppdbench.table.score import STATISTICS, Rule, Side
@@ -392,6 +394,35 @@ async def test_a_named_conversation_with_another_opening_is_cold_and_blames_no_c
     assert (unharmed.route, unharmed.reason) == ("local", "policy")
 
 
+@pytest.mark.parametrize("name", [None, b"session"])
+async def test_reasoning_that_a_template_takes_out_is_no_eviction(bench_for, name):
+    """Before tool calls it stays in the prompt until the next question, and is gone from all then.
+
+    In between a loss is a loss, and it is one again behind that question.
+    """
+    chooser = (await bench_for("1P_1D", policy="local")).router.services.chooser
+    history, seen = [{"role": "user", "content": "a question"}], []
+    step = Answer("", "call_0", tokens=50, reasoned=True)
+    for answer, message in (
+        (step, {"role": "tool", "tool_call_id": "call_0", "content": "a result"}),
+        (step, {"role": "tool", "tool_call_id": "call_0", "content": "a result"}),
+        (Answer("done", tokens=5), {"role": "user", "content": "another question"}),
+        (Answer("done", tokens=5), {"role": "user", "content": "and another"}),
+        (Answer("done", tokens=5), {"role": "user", "content": "and a last one"}),
+    ):
+        body, now_s = {"messages": history}, 1000.0 * len(history)
+        counted = Counted(900, answer.tokens, cached_tokens=16)
+        plan = chooser.plan(body, name, now_s)
+        seen.append(chooser.learn(plan, body, counted, now_s))
+        chooser.note(plan, answer, 900, now_s + 1)
+        shown = {"role": "assistant", "content": answer.text}
+        if answer.tools:
+            shown["tool_calls"] = [{"id": answer.tools}]
+        history = [*history, shown, message]
+
+    assert seen == [False, True, True, False, True]
+
+
 async def test_an_answer_that_comes_back_as_other_tokens_is_no_eviction(bench_for):
     """What D answered is not what it reads now, but it holds the question: nothing was lost."""
     bench = await bench_for("1P_1D", policy="local")
@@ -429,19 +460,24 @@ async def test_a_pull_reads_ds_kv_and_says_when_it_may_not(bench_for):
 
 
 async def test_a_home_far_above_its_share_gives_conversations_away(bench_for):
-    """Beyond 32 running and 1.5 times the mean, a later turn moves to the calmest home."""
-    bench = await bench_for("1P_2D", policy="local")
+    """Beyond 32 running and 1.5 times the mean, a later turn moves to the calmest home.
+
+    Under any policy, so the one that is only asked would have done the same.
+    """
+    bench = await bench_for("1P_2D", policy="local", shadow="local")
     first = await bench.chat(USER)
     home = bench.router.upstreams[first.node]
     home.running.add(40)
 
     moved = await bench.chat(follow_up(first))
+    receipt = (await bench.get("/ppd/decisions")).json()["decisions"][0]
     stays = await bench.chat(
         [*follow_up(first), assistant(moved), {"role": "user", "content": "x"}]
     )
     home.running.add(-40)
 
     assert (moved.route, moved.reason) == ("remote", "moved")
+    assert receipt["shadow_reason"] == "moved"
     assert moved.node != first.node
     assert (stays.route, stays.node) == ("local", moved.node)
 
