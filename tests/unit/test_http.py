@@ -7,6 +7,7 @@ import contextlib
 import os
 import resource
 import socket
+import time
 
 import pytest
 
@@ -392,23 +393,29 @@ async def test_a_silent_client_is_let_go(sent, told):
 
 
 async def test_a_client_that_does_not_take_its_answer_is_let_go():
-    """However long it is; one that takes it slowly is served to the end."""
-    body = b"x" * 20_000_000
-    async with Server(lambda _, responder: responder.send(200, body), idle_limit_s=0.5) as server:
-        peers = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
-        for _, writer in peers:
-            writer.transport.pause_reading()
-            writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    """However long it is; one that takes some of it between two checks is served on."""
+    body = b"x" * 40_000_000
+    async with Server(lambda _, responder: responder.send(200, body)) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
         await asyncio.wait_for(until(lambda: server.busy), 5)
-        reader, writer = peers[0]
-        writer.transport.resume_reading()
-        await reader.readuntil(b"\r\n\r\n")
-        for _ in range(10):
-            await reader.readexactly(len(body) // 10)
-            await asyncio.sleep(0.06)
-        await asyncio.wait_for(until(lambda: not server.busy), 5)
-        for _, writer in peers:
-            writer.transport.abort()
+        (connection,) = server._connections
+        now_s = time.monotonic()
+        for _ in range(5):
+            await reader.readexactly(4_000_000)
+            now_s += 200.0
+            connection.check_silence(now_s, 60.0, 180.0)
+        kept = server.busy
+        writer.transport.pause_reading()
+
+        async with asyncio.timeout(5):
+            while server._connections:
+                now_s += 200.0
+                connection.check_silence(now_s, 60.0, 180.0)
+                await asyncio.sleep(0.001)
+        writer.transport.abort()
+
+    assert kept
 
 
 async def test_a_client_that_is_waited_for_by_nobody_may_be_silent():
@@ -417,17 +424,20 @@ async def test_a_client_that_is_waited_for_by_nobody_may_be_silent():
     So has one that sends little by little.
     """
     responders = []
-    async with Server(
-        lambda _, responder: responders.append(responder), read_limit_s=0.3, idle_limit_s=0.3
-    ) as server:
+    async with Server(lambda _, responder: responders.append(responder)) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        for byte in b"GET / HTTP/1.1\r\n\r\n":
-            writer.write(bytes([byte]))
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(0.7)
+        await asyncio.wait_for(until(lambda: server._connections), 5)
+        (connection,) = server._connections
+        for sent in (b"GET / HT", b"TP/1.1\r\nx:", b" y\r\n\r\n"):
+            before_s = connection._at_s
+            writer.write(sent)
+            await asyncio.wait_for(until(lambda: connection._at_s > before_s), 5)  # noqa: B023
+            connection.check_silence(connection._at_s + 59.0, 60.0, 180.0)
+        answered_s = time.monotonic() + 1000.0
+        connection.check_silence(answered_s, 60.0, 180.0)
         responders[0].send(200, b"one")
         await reader.readuntil(b"one")
-        await asyncio.sleep(0.1)
+        connection.check_silence(answered_s + 179.0, 60.0, 180.0)
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         await asyncio.wait_for(until(lambda: len(responders) == 2), 5)
         responders[1].send(200, b"two")
