@@ -188,7 +188,7 @@ class Chooser:
             decision = decide(self.policy, plan.features, home.role, holds_kv=False)
             if plan.several and home.role is not Role.R:
                 decision = ALONE
-            elif decision.route is COLD.route:
+            else:
                 decision = decision._replace(reason="retry")
             plan = replace(plan, home=home, decision=decision, holds_kv=False)
         return replace(plan, prefill=self._prefill_for(plan.decision, plan.speaker.found, without))

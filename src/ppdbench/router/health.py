@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 
@@ -12,6 +13,7 @@ from ppdbench.router.config import HealthRule
 from ppdbench.router.memory import MOST_EPOCH
 from ppdbench.router.nodes import Upstream, Upstreams
 
+log = logging.getLogger("ppdbench.router")
 _START_TIME = re.compile(rb"^process_start_time_seconds(?:\{[^}]*\})?\s+([0-9.e+]+)", re.MULTILINE)
 ROUNDS_PER_EPOCH_CHECK = 6
 DOUBT_EVERY_S = 1.0
@@ -36,7 +38,8 @@ class Health:
             return
         node.failures.add()
         self.doubt(node)
-        self._strike(node, self._rule.down_after if isinstance(error, ConnectError) else 1)
+        count = self._rule.down_after if isinstance(error, ConnectError) else 1
+        self._strike(node, count, str(error))
 
     def doubt(self, node: Upstream) -> None:
         """A lost turn or a broken connection: ``node`` may be another process by now."""
@@ -91,14 +94,14 @@ class Health:
             progress_at_s = max(node.progress_at_s, node.progress_cell.get())
             busy = progress_at_s >= asked_at_s and not isinstance(error, ConnectError)
             if not busy:
-                self._strike(node, 1)
+                self._strike(node, 1, str(error))
             return
         if not answer.ok:
-            self._strike(node, 1)
+            self._strike(node, 1, f"/health answers {answer.head.status}")
         elif self._good(node) or check_epoch:
             await self._renew(node)
 
-    def _strike(self, node: Upstream, count: int) -> None:
+    def _strike(self, node: Upstream, count: int, cause: str) -> None:
         if not node.alive:
             node.strikes = 0
             return
@@ -106,6 +109,7 @@ class Health:
         if node.strikes >= self._rule.down_after:
             node.alive = False
             node.strikes = 0
+            log.warning("%s is out: %s", node.name, cause)
 
     def _good(self, node: Upstream) -> bool:
         """Whether this good answer brought a dead node back."""
@@ -117,6 +121,7 @@ class Health:
             return False
         node.alive = True
         node.strikes = 0
+        log.warning("%s is back", node.name)
         node.epoch_cell.put(node.epoch + 1)
         return True
 

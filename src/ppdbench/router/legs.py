@@ -139,7 +139,7 @@ class AnswerLeg(Struct, eq=False):
         self.head = head
         self.at_s = at_s
         kind = head.get(b"content-type")
-        self.streaming = kind is not None and kind.startswith(b"text/event-stream")
+        self.streaming = kind is not None and kind.lower().startswith(b"text/event-stream")
         if self.streaming:
             self._reader = StreamReader(self._field)
 

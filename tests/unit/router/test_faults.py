@@ -76,6 +76,17 @@ async def test_a_d_that_dies_before_the_first_byte_is_replaced(bench_for, stream
     await until(lambda: not bench.engines["p0"].held)
 
 
+async def test_a_replica_that_dies_before_the_first_byte_is_replaced_and_the_receipt_says_so(
+    bench_for,
+):
+    """As for a D: without it nobody could count how many turns were computed twice."""
+    bench = await bench_for("2R", engine=faulty("r0", Fault(FaultKind.CLOSE)))
+
+    reply = await bench.chat(USER)
+
+    assert (reply.status, reply.node, reply.route, reply.reason) == (200, "r1", "replica", "retry")
+
+
 async def test_a_d_that_dies_in_a_stream_gives_an_error_event_and_no_second_text(bench_for):
     """After the first byte nothing is tried again: the text so far, then an explicit error."""
     engine = faulty("d0", Fault(FaultKind.BREAK, after_tokens=3), service=SLOW)
@@ -317,6 +328,26 @@ async def test_models_and_readiness_with_a_node_down(bench_for):
     assert (await bench.get("/v1/models")).status == 200
     assert (await bench.get("/ready")).status == 503
     assert (await bench.get("/health")).status == 200
+
+
+async def test_the_log_says_when_and_why_a_node_goes_and_when_it_is_back(bench_for, caplog):
+    """Once each: a 503 for want of a node is explained nowhere else."""
+    rule = HealthRule(every_s=0.02, timeout_s=0.5, down_after=2)
+    bench = await bench_for("2R", health=rule)
+    node, engine = bench.router.upstreams["r1"], bench.engines["r1"]
+    well = engine._shell._routes["/health"]
+
+    route(bench, "/health", lambda _, reply: reply.send(500, b""))
+    bench.engines["r0"]._shell._routes["/health"] = well
+    await until(lambda: not node.alive)
+    await asyncio.sleep(0.1)
+    route(bench, "/health", well)
+    await until(lambda: node.alive)
+
+    assert [record.message for record in caplog.records] == [
+        "r1 is out: /health answers 500",
+        "r1 is back",
+    ]
 
 
 async def test_a_busy_node_that_is_slow_to_answer_health_stays_in(bench_for):

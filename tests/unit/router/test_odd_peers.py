@@ -576,6 +576,25 @@ async def stopped(router: Router) -> None:
     await router.close()
 
 
+async def test_a_stream_is_one_however_its_kind_is_written(rig):
+    """Media types have no case; taken for an unstreamed answer it would come whole at its end."""
+
+    def never_ends(responder):
+        responder.start(200, ((b"content-type", b"Text/Event-Stream"),))
+        responder.write(b'data: {"choices": []}\n\n')
+
+    rig.says["R"] = never_ends
+    await rig.start("R")
+    reader, writer = await rig.connected()
+    body = orjson.dumps({"messages": USER, "stream": True})
+    lines = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+    writer.write(lines % (CHAT.encode(), len(body)) + body)
+
+    first = await asyncio.wait_for(reader.readuntil(b"}"), 5)
+
+    assert b'{"choices": []}' in first
+
+
 async def test_an_error_behind_a_part_of_a_long_event_is_an_event_of_its_own(rig):
     """Too long to be held back it was begun; what follows must not be read as the rest of it."""
 
