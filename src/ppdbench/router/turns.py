@@ -7,6 +7,7 @@ that it took.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -444,14 +445,19 @@ class TurnInFlight(Struct, eq=False):
             self._release(self._services.chooser.other_home(self._current.home))
 
     def _release(self, node: Upstream) -> None:
-        """Tell P through ``node`` that its blocks are free."""
+        """Tell P through ``node`` that its blocks are free; nothing waits for it but a time limit.
+
+        A node that hangs would else collect one connection per turn that was given up there.
+        """
         prefilled, self._prefilled = self._prefilled, None
         if prefilled is None:
             return
         self._services.metrics.board.add("releases")
         body = orjson.dumps(release_body(prefilled))
         wire = render(node, "POST", "/v1/completions", b"content-type: application/json\r\n", body)
-        node.pool.start_raw(node.origin, wire, WholeLeg(_ignore, _ignore))
+        exchange = node.pool.start_raw(node.origin, wire, WholeLeg(_ignore, _ignore))
+        limit_s = self._services.config.timeouts.first_byte_s
+        asyncio.get_running_loop().call_later(limit_s, exchange.cancel)
 
     def _fail(self, message: str, kind: str, status: int, outcome: str) -> None:
         leg = self._leg

@@ -344,6 +344,20 @@ async def test_what_only_an_engine_could_read_is_not_passed(rig, hides):
         without_hand_off(body)
 
 
+async def test_a_release_does_not_hang_with_its_node_for_ever(rig):
+    """Each turn that was given up there would leave a connection open."""
+    rig.says["D"] = None
+    health = HealthRule(every_s=3600.0, timeout_s=0.2)
+    await rig.start("P", "D", timeouts=Timeouts(first_byte_s=0.2), health=health)
+    pool = rig.router.upstreams["d0"].pool
+
+    reply = await rig.chat()
+    await rig.until(lambda: ("D", "/v1/completions") in [(role, path) for role, path, _ in rig.got])
+    await rig.until(lambda: not any(connection._exchange for connection in pool._all))
+
+    assert reply.head.status == 504
+
+
 PREFLIGHT = ((b"origin", b"http://page"), (b"access-control-request-method", b"POST"))
 
 
