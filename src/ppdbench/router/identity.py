@@ -10,7 +10,7 @@ at the first answer.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from ppdbench.router.documents import written
 from ppdbench.router.memory import (
     ANSWERED,
     MOST_ANSWER_TOKENS,
+    MOST_SIZES,
     REASONED_STEPS,
     SEVERAL,
     SPLIT,
@@ -49,7 +50,10 @@ MEDIA_LENGTH = 2048
 
 _BORDER_UNITS = 16
 _BORDER_GROWTH = 4
-"""Borders of raw prompts stand 16 units apart, later 1/16 of what stands before them."""
+"""Borders of raw prompts stand 16 units apart, later 1/16 of what stands before them.
+
+Between two of them there are steps of 16 units.
+"""
 
 
 class Place(Enum):
@@ -495,7 +499,8 @@ class RawHistory:
     """A text or token prompt of ``unit`` bytes per unit: no message ends show in it.
 
     A note lies under the hash of its whole history; a directory under the last border before its
-    end says how long the histories are that passed there.
+    end says how long the histories are that passed there. It knows few: where many begin with the
+    same words, as an application's do, those under the last step before each end tell them apart.
     """
 
     turn = None
@@ -515,8 +520,9 @@ class RawHistory:
         borders = _borders(self.size)
         if not borders or not memory.sizes(self.key(self.raw, borders[0], b"border")):
             return None
-        for border in borders[: -MAX_LOOKUPS - 1 : -1]:
-            for size in sorted(memory.sizes(self.key(self.raw, border, b"border")), reverse=True):
+        ends = [*borders[1:], self.size + 1]
+        for border, end in list(zip(borders, ends, strict=True))[: -MAX_LOOKUPS - 1 : -1]:
+            for size in sorted(self._sizes_behind(memory, border, end), reverse=True):
                 key = self.key(self.raw, size, b"end")
                 note = memory.get(key) if size <= self.size else None
                 if note is None:
@@ -526,6 +532,21 @@ class RawHistory:
                 if note.turn > 1 or note.flags & ANSWERED:
                     return Found(note, Place.REPEATS)
         return None
+
+    def _sizes_behind(self, memory: Memory, border: int, end: int) -> Collection[int]:
+        """Of histories that passed ``border`` and ended before ``end``."""
+        sizes = memory.sizes(self.key(self.raw, border, b"border"))
+        if len(sizes) < MOST_SIZES:
+            return sizes
+        found = set(sizes)
+        raw, unit = memoryview(self.raw), self.unit
+        hasher = self._start.copy()
+        hasher.update(b"border")
+        hasher.update(raw[: border * unit])
+        for step in range(border + _BORDER_UNITS, end, _BORDER_UNITS):
+            hasher.update(raw[(step - _BORDER_UNITS) * unit : step * unit])
+            found.update(memory.sizes(hasher.digest()))
+        return found
 
     def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
         self._leave(memory, self.raw, note, behind_answer=False)
@@ -537,7 +558,10 @@ class RawHistory:
     def _leave(self, memory: Memory, raw: bytes, note: Note, *, behind_answer: bool) -> None:
         _put(memory, self.key(raw, note.size, b"end"), note, behind_answer=behind_answer)
         borders = _borders(note.size)
-        for border in {borders[0], borders[-1]} if borders else ():
+        if not borders:
+            return
+        step = note.size - (note.size - borders[-1]) % _BORDER_UNITS
+        for border in {borders[0], borders[-1], step}:
             memory.add_size(self.key(raw, border, b"border"), note.size, note.used_s)
 
     def texts_behind(self, note: Note) -> list[str]:

@@ -50,6 +50,9 @@ MOST_ANSWER_TOKENS = 0xFFFF
 MOST_TURN = 0xFFFF
 MOST_EPOCH = 0xFFFFFFFF
 
+MOST_SIZES = 4
+"""That a directory names: the newest."""
+
 _DIRECTORY = 8
 _FLAGS_AT = 7
 
@@ -198,7 +201,7 @@ class Memory:
 
 def _directory(sizes: list[int], now_s: int) -> bytes:
     """A note body whose fields hold up to four sizes; ``used_s`` and ``flags`` keep their place."""
-    four = [*sizes, 0, 0, 0, 0][:4]
+    four = [*sizes, 0, 0, 0, 0][:MOST_SIZES]
     return _BODY.pack(four[0] | four[1] << 32, four[2], four[3], now_s, 0, 0, 0, _DIRECTORY, 0, 0)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppdbench.router.identity import MEDIA_LENGTH, Answer, Place, explicit_key, read_history
-from ppdbench.router.memory import SEVERAL, SPLIT, Memory, Note
+from ppdbench.router.memory import ANSWERED, SEVERAL, SPLIT, Memory, Note
 
 
 @pytest.fixture
@@ -151,6 +151,25 @@ def test_token_prompts_are_found_by_their_own_beginning(memory):
 
     assert found.note.conversation == 2
     assert stranger is None
+
+
+@pytest.mark.parametrize("opening", [list(range(2000)), "You are a helpful assistant. " * 80])
+def test_many_raw_histories_with_one_opening_are_told_apart(memory, opening):
+    """As those of an application are, by its system prompt: also those that are about as long."""
+    talks = []
+    for at in range(40):
+        question = [at] * (20 + at) if isinstance(opening, list) else f"{at} " * (20 + at)
+        talks.append(opening + question)
+        history = read_history({"model": "m", "prompt": talks[at]})
+        ids = (at,) * 20 if isinstance(opening, list) else ()
+        note = Note(at, 10, history.size, 1, 0, 1, 0, 0)
+        history.leave(memory, note, Answer(f"answer {at}", tokens=5, token_ids=ids))
+        talks[at] += [*ids, 1, 2, 3] if isinstance(opening, list) else f"answer {at} and now?"
+
+    found = [read_history({"model": "m", "prompt": talk}).find(memory) for talk in talks]
+
+    assert [each and each.note.conversation for each in found] == list(range(40))
+    assert all(each.note.flags & ANSWERED for each in found)
 
 
 def test_a_text_prompt_with_its_answer_is_a_history(memory):
