@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import struct
 from collections import deque
-from contextlib import suppress
 from mmap import mmap
 from os import fstat
 from os.path import samestat
@@ -126,9 +125,11 @@ class Receipts:
         self._next = 0
         self._pending: deque[Receipt] = deque(maxlen=SLOTS)
         self._path = path
-        self._log: IO[bytes] | None = None if path is None else path.open("ab", buffering=0)
+        self._log: IO[bytes] | None = None
         self._log_fails = False
         self._log_cut = False
+        if path is not None:
+            self._follow(path)
 
     @staticmethod
     def bytes_for(workers: int) -> int:
@@ -147,16 +148,29 @@ class Receipts:
         """
         if self._workers > 1:
             self._flush()
-        if self._log is not None and self._path is not None:
-            self._follow(self._log, self._path)
+        if self._path is not None:
+            self._follow(self._path)
 
-    def _follow(self, file: IO[bytes], path: Path) -> None:
-        with suppress(OSError):
-            if path.exists() and samestat(path.stat(), fstat(file.fileno())):
+    def _follow(self, path: Path) -> None:
+        """Open the file at ``path`` unless it is open; where that fails the one in use goes on."""
+        before = self._log
+        try:
+            if before is not None and _is_at(before, path):
                 return
             self._log = path.open("ab", buffering=0)
-            self._log_cut = False
-            file.close()
+        except OSError as error:
+            if before is None:
+                self._say_failing(path, error, "turns go on without it")
+            return
+        self._log_cut = False
+        if before is not None:
+            before.close()
+
+    def _say_failing(self, path: object, error: OSError, advice: str) -> None:
+        """Once, until it can be written again."""
+        if not self._log_fails:
+            log.error("decisions log %s: %s; %s", path, error.strerror, advice)
+        self._log_fails = True
 
     def _append(self, file: IO[bytes], line: bytes) -> None:
         """A log that cannot be written, as on a full disk, stops no turn; it is said once."""
@@ -165,9 +179,7 @@ class Receipts:
         try:
             written = file.write(line)
         except OSError as error:
-            if not self._log_fails:
-                log.error("decisions log %s: %s; free some room", file.name, error.strerror)  # noqa: TRY400
-            self._log_fails = True
+            self._say_failing(file.name, error, "free some room")
         else:
             self._log_fails = False
             self._log_cut = written != len(line)
@@ -203,6 +215,10 @@ class Receipts:
     def close(self) -> None:
         if self._log is not None:
             self._log.close()
+
+
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    return path.exists() and samestat(path.stat(), fstat(file.fileno()))
 
 
 def _parsed(raw: bytes) -> dict[str, Any] | None:

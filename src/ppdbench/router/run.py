@@ -7,22 +7,27 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from mmap import mmap
 
 import uvloop
 
-from ppdbench.core.errors import EngineError
+from ppdbench.core.errors import EngineError, PpdError
 from ppdbench.http.files import raise_file_limit
 from ppdbench.http.messages import Origin
 from ppdbench.policy.base import Policy
 from ppdbench.router.config import RouterConfig
 from ppdbench.router.policies import Tables, check_policy, load_policy
-from ppdbench.router.shared import Shared, gauge_names, make_buffer, state_locked
+from ppdbench.router.shared import Shared, clear_gauges, make_buffer, state_locked
 from ppdbench.router.worker import Router, serve_until_told
 
 _TOLD_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+YOUNG_S = 2.0
+PAUSE_S = 1.0
+"""Before a worker that died younger than ``YOUNG_S`` is replaced."""
+
 log = logging.getLogger("ppdbench.router")
 
 
@@ -40,6 +45,8 @@ def run(config: RouterConfig, ready: Callable[[str], None]) -> None:
     for warning in asyncio.run(check_policy(policy if shadow is None else shadow, config)):
         log.warning("%s", warning)
     raise_file_limit()
+    if config.decisions_log is not None:
+        config.decisions_log.open("ab").close()  # later no turn fails for it, nor a worker
     with state_locked(config.state_file):
         buffer = make_buffer(config)
         if config.workers == 1:
@@ -87,6 +94,7 @@ class _Crew:
         self._buffer = buffer
         self._ready = ready
         self._pids: dict[int, int] = {}
+        self._begun_s: dict[int, float] = {}
         self._life_end, self._life = os.pipe()
         self._stopping = False
 
@@ -124,8 +132,10 @@ class _Crew:
         if code == EngineError.exit_code:
             self._stop()
             raise self._no_port()
-        shared = Shared.over(self._buffer, self._config, worker)
-        shared.board.clear(gauge_names(self._config.cluster))
+        log.error("worker %d ended with %d; another takes its place", worker, code)
+        clear_gauges(self._buffer, self._config, worker)
+        if time.monotonic() - self._begun_s[worker] < YOUNG_S:
+            time.sleep(PAUSE_S)  # it could not begin, and nor can the next one just now
         self._fork(worker)
 
     def _fork(self, worker: int) -> None:
@@ -136,6 +146,7 @@ class _Crew:
             pid = os.fork()
             if pid:
                 self._pids[pid] = worker
+                self._begun_s[worker] = time.monotonic()
                 return
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -148,8 +159,11 @@ class _Crew:
                 self._life_end,
             )  # fmt: skip
             code = 0
-        except EngineError as error:
+        except PpdError as error:
+            log.error("worker %d: %s", worker, error)  # noqa: TRY400  (a sentence, no trace)
             code = error.exit_code
+        except Exception:
+            log.exception("worker %d failed", worker)
         finally:
             os._exit(code)
 

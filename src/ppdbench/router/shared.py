@@ -78,6 +78,13 @@ class Shared:
         )
 
 
+def clear_gauges(buffer: mmap, config: RouterConfig, worker: int) -> None:
+    """Give back what a worker that died had taken."""
+    layout = Layout.of(config)
+    board = Board(buffer, layout.board_at, layout.names, config.workers, worker)
+    board.clear(gauge_names(config.cluster))
+
+
 def make_buffer(config: RouterConfig) -> mmap:
     """Memory that forked workers share; with ``state_file`` the notes outlive the router.
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import shutil
 import signal
 import socket
 import sys
+import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -203,6 +205,54 @@ async def test_a_worker_that_dies_is_replaced():
             await answers(port)
             for at in range(10):
                 await chat(port, [asks(at, 1)])
+
+
+async def test_a_worker_is_replaced_though_the_decisions_log_is_lost(tmp_path):
+    """Its folder removed by somebody is no reason to end the router; turns go on without a log."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    async with FakeEngine() as r0:
+        port = free_port()
+        options = ("--policy", "roles", f"--node=R={r0.url}", "--workers", "2")
+        log = f"--decisions-log={folder / 'log'}"
+        async with serving(*options, log, port=port) as process:
+            await all_listen(port, 2)
+            shutil.rmtree(folder)
+            for pid in children_of(process.pid):
+                os.kill(pid, signal.SIGKILL)
+            await said(process, "turns go on without it", 2)
+            await answers(port)
+            _, seen = await chat(port, [asks(0, 1)])
+
+    assert seen["route"] == "replica"
+
+
+async def test_a_worker_that_cannot_begin_says_why_and_is_not_begun_without_a_pause():
+    """What one lacks the next lacks too: without a pause there were a hundred a second."""
+    never = (
+        "from ppdbench.cli.app import app; from ppdbench.core.errors import UsageError\n"
+        "from ppdbench.router import run\n"
+        "def work(*_): raise UsageError('its ca_file is lost')\n"
+        "run._work = work\n"
+        "app()"
+    )
+    options = ["--policy", "roles", "--node=R=http://127.0.0.1:1", "--workers", "2"]
+    command = [sys.executable, "-c", never, "serve", *options, "--port", str(free_port())]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    try:
+        await said(process, "its ca_file is lost", 2)
+        begun_s = time.monotonic()
+        await said(process, "its ca_file is lost", 3)
+        took_s = time.monotonic() - begun_s
+        process.terminate()
+        async with asyncio.timeout(10):
+            await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+    assert took_s > 2.0
+    assert process.returncode == 0
 
 
 async def test_workers_end_with_a_parent_that_is_killed():
