@@ -586,7 +586,11 @@ class RawHistory:
 
 
 class NamedRaw:
-    """A raw prompt of a conversation that the client named: one note, checked over all of it."""
+    """A raw prompt of a conversation that the client named: two notes, checked over all of it.
+
+    One stands behind the last answer; the other behind its question, for a client that asks anew or
+    has changed the answer.
+    """
 
     turn = None
 
@@ -597,17 +601,27 @@ class NamedRaw:
         self.size = history.size
 
     def find(self, memory: Memory) -> Found | None:
-        note = memory.get(self._name)
-        if note is None:
+        last = memory.get(self._name)
+        if last is None:
             return None
-        history = self._history
-        if self.size < note.size or self._check(history.raw, note.size) != note.check:
-            return Found(note, Place.DIFFERS)
-        return Found(note, Place.REPEATS if self.size == note.size else Place.CONTINUES)
+        if self._begins_with(last):
+            return Found(last, Place.REPEATS if self.size == last.size else Place.CONTINUES)
+        asked = memory.get(self._question_name())
+        if asked is None or not self._begins_with(asked):
+            return Found(last, Place.DIFFERS)
+        return Found(asked, Place.REPEATS if self.size == asked.size else Place.CONTINUES)
+
+    def _begins_with(self, note: Note) -> bool:
+        return self.size >= note.size and self._check(self._history.raw, note.size) == note.check
+
+    def _question_name(self) -> bytes:
+        return xxhash.xxh3_128_digest(b"question" + self._name)
 
     def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
         raw = self._history.with_answer(answer)
         size = len(raw) // self._history.unit
+        asked = replace(note, check=self._check(self._history.raw, self.size))
+        memory.put(self._question_name(), asked)
         memory.put(self._name, _behind(note, size, answer, self._check(raw, size)))
 
     def texts_behind(self, note: Note) -> list[str]:

@@ -225,6 +225,26 @@ def test_a_named_conversation_notices_an_edit(memory, first, same, changed):
     assert memory.get(name).context_tokens == 15
 
 
+@pytest.mark.parametrize("question", [[*range(30)], "a question of some words "])
+def test_a_named_raw_prompt_is_held_up_to_its_question(memory, question):
+    """Where it is asked anew, or what was answered comes back as something else."""
+    body = {"model": "m", "prompt": question}
+    answer, other, more = ("one", "two", "!") if isinstance(question, str) else ([7], [8], [9])
+    name = explicit_key(b"session", body)
+    history = read_history(body, name)
+    ids = () if isinstance(question, str) else tuple(answer)
+    note = Note(1, 10, history.size, 1, 3, 1, 0, 0)
+    history.leave(memory, note, Answer("one", tokens=5, token_ids=ids))
+
+    prompts = (question + answer + more, question, question + other + more, more + question)
+    found = [read_history({"model": "m", "prompt": it}, name).find(memory) for it in prompts]
+
+    assert [each.place for each in found] == [
+        Place.CONTINUES, Place.REPEATS, Place.CONTINUES, Place.DIFFERS,
+    ]  # fmt: skip
+    assert [each.note.context_tokens for each in found] == [15, 10, 10, 15]
+
+
 def test_the_header_names_a_conversation_and_a_cache_key_keeps_histories_apart():
     """Many clients send one prompt_cache_key for all their users, so the histories say more."""
     assert explicit_key(b"k", {}) not in {explicit_key(b"other", {}), None}
