@@ -334,14 +334,16 @@ def _learn_residency(home: Upstream, note: Note, cached_tokens: int | None, now_
 
     A loss shows that all KV last used no later than the note's is gone, and says of no other. So
     what the node computed since, or after a restart, is trusted, whenever the loss is seen. A note
-    of before the clock was set back may lie ahead.
+    of before the clock was set back may lie ahead. Where KV events are heard, they alone say what
+    is gone: few cached tokens may also come from a template that moves what was said before.
     """
     asked_tokens = note.context_tokens - note.answer_tokens
     if cached_tokens is None or asked_tokens < JUDGED_FROM_TOKENS:
         return False
     if cached_tokens >= LOST_SHARE * asked_tokens:
         return False
-    home.lost_s.put(max(home.lost_s.get(), min(note.used_s, int(now_s))))
+    if not home.kv_connected.get():
+        home.lost_s.put(max(home.lost_s.get(), min(note.used_s, int(now_s))))
     return True
 
 

@@ -239,6 +239,18 @@ async def test_a_publisher_that_speaks_nonsense_is_said_once_and_changes_nothing
     assert len([r for r in caplog.records if "cannot be read" in r.message]) == 1
 
 
+async def test_where_events_are_heard_few_cached_tokens_are_no_eviction(bench, publisher):
+    """A template may have moved what was said before; what is gone the events say."""
+    talks = [await begin(bench, name) for name in ("one", "two")]
+    await publisher.send(stored(b"a"))
+    await taken(bench, count=1)
+    assert bench.engines["d0"].reset_prefix_cache()
+
+    answers = [await bench.chat(talk) for talk in talks]
+
+    assert [answer.route for answer in answers] == ["local", "local"]
+
+
 async def test_a_publisher_that_is_not_there_stops_nothing(bench_for, publisher, caplog):
     """Said once; cached_tokens tell of evictions as without an address."""
     endpoint = publisher.endpoint
