@@ -52,12 +52,17 @@ def serve(
     max_notes: int = typer.Option(131072, help="Places in histories that are remembered."),
     state_file: Path | None = typer.Option(None, help="Remember conversations over a restart."),
     decisions_log: Path | None = typer.Option(None, help="Write each decision as a JSON line."),
+    prefill_timeout_s: float = typer.Option(600.0, help="Seconds that a P may take to answer."),
+    first_byte_timeout_s: float = typer.Option(
+        600.0, help="Seconds to the first byte of D or R; a long prompt's prefill lies in it."
+    ),
+    silence_timeout_s: float = typer.Option(600.0, help="Longest gap inside a stream."),
     drain_s: float = typer.Option(30.0, min=0, help="Seconds that SIGTERM waits for open turns."),
     debug: bool = typer.Option(False, help="Show tracebacks."),  # noqa: ARG001
 ) -> None:
     """Serve the OpenAI API in front of P, D, pD and R nodes, turn by turn by the table."""
     from ppdbench.cluster.contract import named_cluster
-    from ppdbench.router.config import RouterConfig
+    from ppdbench.router.config import RouterConfig, Timeouts
     from ppdbench.router.run import run
 
     routed, asked = _policies(table, policy, shadow)
@@ -79,6 +84,7 @@ def serve(
         decisions_log=decisions_log,
         state_file=state_file,
         count_tokens=_counter(tokenizer),
+        timeouts=Timeouts(prefill_timeout_s, first_byte_timeout_s, silence_timeout_s),
         drain_s=drain_s,
     )
     run(config, lambda url: _tell(config, url))

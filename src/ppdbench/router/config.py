@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,13 @@ class Timeouts:
     prefill_s: float = 600.0
     first_byte_s: float = 600.0
     silence_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for phase in ("prefill", "first_byte", "silence"):
+            limit_s = getattr(self, f"{phase}_s")
+            if not 0 < limit_s < math.inf:
+                option = f"--{phase.replace('_', '-')}-timeout-s"
+                raise UsageError(f"{option} is {limit_s:g}; it must be a number of seconds above 0")
 
 
 @dataclass(frozen=True, slots=True)

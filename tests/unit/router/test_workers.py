@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import resource
 import shutil
@@ -19,10 +20,12 @@ import psutil
 import pytest
 
 from ppdbench.cluster.contract import ClusterSpec, cluster_from_options, write_cluster
+from ppdbench.core.errors import UsageError
 from ppdbench.http.client import Pool
 from ppdbench.http.errors import HttpError
 from ppdbench.http.messages import Origin, Request
-from ppdbench.testing.fake import FakeEngine, Service
+from ppdbench.router.config import Timeouts
+from ppdbench.testing.fake import FakeEngine, Fault, FaultKind, Service, every
 
 from .publisher import CLEARED, Publisher, stored
 from .tables import a_table
@@ -441,6 +444,28 @@ async def test_wrong_use_is_one_sentence(options, code, words):
     assert process.returncode == code
     assert words in error.decode()
     assert b"Traceback" not in error
+
+
+@pytest.mark.parametrize("option", ["prefill", "first-byte"])
+async def test_the_limit_of_a_phase_is_an_option(option):
+    """A node that takes a turn and never answers: 504 after as long as was said."""
+    port, hang = free_port(), every(1, Fault(FaultKind.HANG))
+    async with FakeEngine(faults=hang) as p, FakeEngine(faults=hang) as d:
+        nodes = (f"--node=P={p.url}", f"--node=D={d.url}")
+        if option == "first-byte":
+            nodes = (f"--node=R={d.url}",)
+        async with serving("--policy", "local", *nodes, f"--{option}-timeout-s", "0.3", port=port):
+            body = {"model": "fake", "messages": [asks(0, 1)], "max_tokens": 2}
+            answer = await once(port, Request.json("/v1/chat/completions", body))
+
+    assert answer.head.status == 504
+
+
+@pytest.mark.parametrize("limit_s", [0, -1, math.inf, math.nan])
+def test_a_limit_that_is_none_is_refused(limit_s):
+    """The option and its value are named."""
+    with pytest.raises(UsageError, match=rf"--silence-timeout-s is {limit_s:g}; it must be"):
+        Timeouts(silence_s=limit_s)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
