@@ -342,7 +342,7 @@ def _learn_residency(home: Upstream, note: Note, cached_tokens: int | None, now_
         return False
     if cached_tokens >= LOST_SHARE * asked_tokens:
         return False
-    if not home.kv_connected.get():
+    if not home.is_heard:
         home.lost_s.put(max(home.lost_s.get(), min(note.used_s, int(now_s))))
     return True
 

@@ -56,8 +56,10 @@ class EventsOfNode:
             if not self._nonsense:
                 log.warning("KV events of %s cannot be read, %s", self._node.name, error)
             self._nonsense = True
+            self._node.kv_readable.put(0.0)
             return
         self._nonsense = False
+        self._node.kv_readable.put(1.0)
         self._board.add("kv_events", len(events))
         expected = int(self._node.kv_next.get())
         self._node.kv_next.put(number + 1)
@@ -109,6 +111,7 @@ class KvEvents:
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
         )
         node.kv_connected.put(0.0)
+        node.kv_readable.put(0.0)
         try:
             socket.connect(str(node.node.kv_events))
         except zmq.ZMQError as error:

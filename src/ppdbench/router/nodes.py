@@ -15,13 +15,14 @@ from ppdbench.router.board import Board, Common, Tally
 
 PER_NODE = (
     "running", "prefill_tokens", "requests", "failures", "epoch", "lost_s", "gone_s", "kv_next",
-    "kv_connected", "progress_s",
+    "kv_connected", "kv_readable", "progress_s",
 )  # fmt: skip
 """Board values of each node; from ``epoch`` on all workers share one.
 
 ``failures`` are broken connections. Turns that ended by ``lost_s`` have left no KV, as an answer's
 cached tokens showed. What KV events told: turns that ended by ``gone_s`` have left none either;
-``kv_next`` is the next batch's number, 0 before the first; ``kv_connected`` is 0 or 1.
+``kv_next`` is the next batch's number, 0 before the first; ``kv_connected`` is 0 or 1, and so is
+``kv_readable``: whether the last message was a batch, 0 before the first of this listener.
 ``progress_s`` is when the node last sent bytes to any worker, by the machine's monotonic clock.
 """
 
@@ -56,6 +57,7 @@ class Upstream:
     gone_s: Common
     kv_next: Common
     kv_connected: Common
+    kv_readable: Common
     progress_cell: Common
     alive: bool = True
     strikes: int = 0
@@ -71,6 +73,11 @@ class Upstream:
     def epoch(self) -> int:
         """The node's incarnation; KV of an earlier one is gone."""
         return int(self.epoch_cell.get())
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether its KV events are read: a publisher may be there and say nothing, or nonsense."""
+        return bool(self.kv_connected.get() and self.kv_readable.get())
 
 
 class Upstreams:
@@ -136,6 +143,7 @@ def _upstream(at: int, node: Node, board: Board, pool: Pool) -> Upstream:
         gone_s=board.common(f"gone_s:{node.name}"),
         kv_next=board.common(f"kv_next:{node.name}"),
         kv_connected=board.common(f"kv_connected:{node.name}"),
+        kv_readable=board.common(f"kv_readable:{node.name}"),
         progress_cell=board.common(f"progress_s:{node.name}"),
     )
 

@@ -251,6 +251,22 @@ async def test_where_events_are_heard_few_cached_tokens_are_no_eviction(bench, p
     assert [answer.route for answer in answers] == ["local", "local"]
 
 
+@pytest.mark.parametrize("message", [None, (b"", bytes(8), b"nonsense")])
+async def test_a_publisher_that_says_nothing_of_use_is_not_heard(bench, publisher, message):
+    """It is connected all the same; cached_tokens tell of evictions as without it."""
+    talks = [await begin(bench, name) for name in ("one", "two")]
+    if message is not None:
+        await publisher.send(stored(b"a"))
+        await publisher.send_raw(*message)
+        await taken(bench, name="kv_events_bad", count=1)
+    assert bench.engines["d0"].reset_prefix_cache()
+
+    lost, cold = [await bench.chat(talk) for talk in talks]
+
+    assert (lost.route, cold.reason) == ("local", "cold")
+    assert b'ppd_node_kv_events_connected{node="d0"} 1.0' in (await bench.get("/metrics")).body
+
+
 async def test_a_publisher_that_is_not_there_stops_nothing(bench_for, publisher, caplog):
     """Said once; cached_tokens tell of evictions as without an address."""
     endpoint = publisher.endpoint
