@@ -162,6 +162,12 @@ class ArrivalRate:
         self._second = -1
         self._rate = 0.0
 
+    @classmethod
+    def forget(cls, board: Board) -> None:
+        """Begin anew in this row."""
+        board.clear(cls.NAMES)
+        board.common("arrivals_first_s").put(0.0)
+
     def count(self, now_s: float) -> None:
         """A conversation arrived."""
         second = int(now_s)

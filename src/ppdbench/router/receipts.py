@@ -27,7 +27,8 @@ _HEAD = struct.Struct("<dI")
 class Receipt(Struct, frozen=True):
     """Why a turn went where it went, and what came of it.
 
-    Hundreds are kept, so none holds on to its turn's messages.
+    Hundreds are kept, so none holds on to its turn's messages. ``at_s`` is when it came, by the
+    wall clock: in a state file there may be some of before a reboot.
     """
 
     conversation: int
@@ -71,6 +72,7 @@ class Receipt(Struct, frozen=True):
         """Counts, names and times, never a prompt's or an answer's text."""
         features, decision, counted = self.features, self.decision, self.counted
         return {
+            "at_s": round(self.at_s, 3),
             "conversation": f"{self.conversation:016x}",
             "turn": features.turn,
             "route": decision.route.value,

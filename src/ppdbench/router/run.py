@@ -16,7 +16,6 @@ import uvloop
 
 from ppdbench.core.errors import EngineError, PpdError
 from ppdbench.http.files import raise_file_limit
-from ppdbench.http.messages import Origin
 from ppdbench.policy.base import Policy
 from ppdbench.router.config import RouterConfig
 from ppdbench.router.policies import Tables, check_policy, load_policy
@@ -27,6 +26,9 @@ _TOLD_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 YOUNG_S = 2.0
 PAUSE_S = 1.0
 """Before a worker that died younger than ``YOUNG_S`` is replaced."""
+
+_LAST = b"\1"
+"""The ticket of the last worker to listen."""
 
 log = logging.getLogger("ppdbench.router")
 
@@ -96,6 +98,7 @@ class _Crew:
         self._pids: dict[int, int] = {}
         self._begun_s: dict[int, float] = {}
         self._life_end, self._life = os.pipe()
+        self._tickets = _pipe_with(b"\0" * (config.workers - 1) + _LAST)
         self._stopping = False
 
     def work(self) -> None:
@@ -106,8 +109,6 @@ class _Crew:
         self._check_port()
         for worker in range(self._config.workers):
             self._fork(worker)
-        if self._pids:
-            self._ready(str(Origin("http", self._config.host, self._config.port)))
         while self._pids:
             pid, status = os.wait()
             worker = self._pids.pop(pid, -1)
@@ -155,7 +156,7 @@ class _Crew:
         try:
             os.close(self._life)
             _work(
-                self._config, self._policy, self._tables, self._buffer, worker, lambda _: None,
+                self._config, self._policy, self._tables, self._buffer, worker, self._listens,
                 self._life_end,
             )  # fmt: skip
             code = 0
@@ -167,6 +168,11 @@ class _Crew:
         finally:
             os._exit(code)
 
+    def _listens(self, url: str) -> None:
+        """Called in a worker whose port is open: the last one to come says so for all."""
+        if os.read(self._tickets, 1) == _LAST:
+            self._ready(url)
+
     def _stop(self, *_: object) -> None:
         self._stopping = True
         self._pass_on(signal.SIGTERM)
@@ -175,6 +181,14 @@ class _Crew:
         for pid in self._pids:
             with suppress(ProcessLookupError):  # one whose end is just being noted
                 os.kill(pid, number)
+
+
+def _pipe_with(content: bytes) -> int:
+    """The reading end of a pipe that holds ``content`` and then ends."""
+    reading, writing = os.pipe()
+    os.write(writing, content)
+    os.close(writing)
+    return reading
 
 
 @contextmanager

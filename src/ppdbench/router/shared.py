@@ -105,6 +105,7 @@ def make_buffer(config: RouterConfig) -> mmap:
     for worker in range(config.workers):
         board = Board(buffer, layout.board_at, layout.names, config.workers, worker)
         board.clear(gauge_names(config.cluster))  # of a router that was killed
+        ArrivalRate.forget(board)  # while it was away nobody counted
         sound = board.sound()
         board.close()
     # Notes have checksums; a node's number that is none would break every turn.

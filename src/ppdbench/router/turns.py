@@ -539,9 +539,8 @@ class TurnInFlight(Struct, eq=False):
                 now_s = leg.at_s + services.clock_offset_s
                 plan.drift.feed(plan.decision, ttft_s, now_s)
         counted = NOTHING if leg is None else leg.counted
-        services.receipts.record(
-            Receipt.of(plan, self.outcome, ttft_s, tpot_s, counted, self._incoming.received_at_s)
-        )
+        at_s = self._incoming.received_at_s + services.clock_offset_s
+        services.receipts.record(Receipt.of(plan, self.outcome, ttft_s, tpot_s, counted, at_s))
 
 
 def token_ids(body: Mapping[str, Any]) -> list[int] | None:

@@ -19,7 +19,7 @@ from ppdbench.core.errors import UsageError
 from ppdbench.http.client import Pool
 from ppdbench.http.messages import Headers, Origin, Request
 from ppdbench.http.server import Server
-from ppdbench.router.board import Board
+from ppdbench.router.board import ArrivalRate, Board
 from ppdbench.router.config import HealthRule, RouterConfig, Timeouts
 from ppdbench.router.documents import UnreadableError, without_hand_off
 from ppdbench.router.health import Health
@@ -499,6 +499,32 @@ def test_a_state_file_of_a_killed_router_has_nothing_in_flight(tmp_path):
     board = Shared.over(make_buffer(config), config, 0).board
 
     assert (board.total("in_flight"), board.total("running:r0")) == (0, 0)
+
+
+def test_a_state_file_does_not_carry_the_rate_over_the_time_in_which_nobody_counted(tmp_path):
+    """Twelve in the first second after an hour's rest are twelve per second, not a fifth of one."""
+    config = config_of(tmp_path / "state", "R=http://127.0.0.1:1")
+    before = ArrivalRate(Shared.over(make_buffer(config), config, 0).board)
+    before.count(1_000.0)
+
+    rate = ArrivalRate(Shared.over(make_buffer(config), config, 0).board)
+    for _ in range(12):
+        rate.count(4_600.0)
+
+    assert rate.per_s(4_600.5) == 12
+
+
+def test_a_clock_that_was_set_back_brings_no_arrivals_of_the_future(tmp_path):
+    """They would count until the clock has caught up."""
+    config = config_of(tmp_path / "state", "R=http://127.0.0.1:1")
+    before = ArrivalRate(Shared.over(make_buffer(config), config, 0).board)
+    for second in range(60):
+        before.count(4_600.0 + second)
+
+    rate = ArrivalRate(Shared.over(make_buffer(config), config, 0).board)
+    rate.count(1_000.0)
+
+    assert rate.per_s(1_000.5) == 1
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e300])

@@ -321,6 +321,16 @@ async def test_a_state_file_outlives_a_restart(bench_for, tmp_path):
     assert (second.route, second.node) == ("local", first.node)
 
 
+async def test_a_receipt_says_when_by_the_wall_clock(bench_for):
+    """A line of a log without a time explains little; and a state file outlives reboots."""
+    bench = await bench_for("1R", policy="roles")
+    begun_s = time.time()
+    await bench.chat(USER)
+    decisions = (await bench.get("/ppd/decisions")).json()["decisions"]
+
+    assert begun_s - 1 < decisions[0]["at_s"] < time.time() + 1
+
+
 async def test_a_home_that_evicts_is_not_trusted_for_as_old_turns(bench_for):
     """An answer with nothing cached shows what D has lost; turns that ended earlier are cold."""
     bench = await bench_for("1P_1D", policy="local")

@@ -158,6 +158,26 @@ async def test_two_workers_keep_later_turns_at_home_and_a_restart_is_cold():
     assert (after["route"], after["reason"]) == ("remote", "cold")
 
 
+async def test_the_command_says_where_it_serves_once_every_worker_listens():
+    """Whoever waits for that line connects next, and must not be refused."""
+    port = free_port()
+    options = ["--policy", "roles", "--node=R=http://127.0.0.1:1", "--workers", "2"]
+    command = [sys.executable, "-m", "ppdbench", "serve", *options, "--port", str(port)]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    try:
+        line = await said(process, "serving")
+        listen = listening(port)
+        process.terminate()
+        _, rest = await asyncio.wait_for(process.communicate(), 20)
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+    assert line.endswith(f"on http://127.0.0.1:{port}\n")
+    assert listen == 2
+    assert b"serving" not in rest
+
+
 async def test_what_one_worker_reads_of_kv_events_both_know(tmp_path):
     """The one that listens may die too: its successor sees by the numbers that it missed some."""
     with Publisher() as publisher:
