@@ -50,10 +50,10 @@ MEDIA_LENGTH = 2048
 
 _BORDER_UNITS = 16
 _BORDER_GROWTH = 4
-"""Borders of raw prompts stand 16 units apart, later 1/16 of what stands before them.
+"""Borders of raw prompts stand 16 units apart, later 1/16 of what stands before them."""
 
-Between two of them there are steps of 16 units.
-"""
+_STEPS = 16
+"""Between two borders are steps of 16 units, sixteen of which make a longer one, and so on."""
 
 
 class Place(Enum):
@@ -500,7 +500,8 @@ class RawHistory:
 
     A note lies under the hash of its whole history; a directory under the last border before its
     end says how long the histories are that passed there. It knows few: where many begin with the
-    same words, as an application's do, those under the last step before each end tell them apart.
+    same words, as an application's do, those under the last step of each size before each end tell
+    them apart.
     """
 
     turn = None
@@ -538,15 +539,11 @@ class RawHistory:
         sizes = memory.sizes(self.key(self.raw, border, b"border"))
         if len(sizes) < MOST_SIZES:
             return sizes
-        found = set(sizes)
-        raw, unit = memoryview(self.raw), self.unit
-        hasher = self._start.copy()
-        hasher.update(b"border")
-        hasher.update(raw[: border * unit])
-        for step in range(border + _BORDER_UNITS, end, _BORDER_UNITS):
-            hasher.update(raw[(step - _BORDER_UNITS) * unit : step * unit])
-            found.update(memory.sizes(hasher.digest()))
-        return found
+        part = range(border, end)
+        return {*sizes, *_sizes_on(memory, self._walk(self.raw), part, _steps(border))}
+
+    def _walk(self, raw: bytes) -> _Walk:
+        return _Walk(self._start.copy(), memoryview(raw), self.unit)
 
     def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
         self._leave(memory, self.raw, note, behind_answer=False)
@@ -560,9 +557,12 @@ class RawHistory:
         borders = _borders(note.size)
         if not borders:
             return
-        step = note.size - (note.size - borders[-1]) % _BORDER_UNITS
-        for border in {borders[0], borders[-1], step}:
+        for border in {borders[0], borders[-1]}:
             memory.add_size(self.key(raw, border, b"border"), note.size, note.used_s)
+        walk = self._walk(raw)
+        for step in _steps(borders[-1]):
+            walk.to(note.size - (note.size - borders[-1]) % step)
+            memory.add_size(walk.key(step), note.size, note.used_s)
 
     def texts_behind(self, note: Note) -> list[str]:
         if self.in_tokens:
@@ -583,6 +583,42 @@ class RawHistory:
         hasher.update(kind)
         hasher.update(memoryview(raw)[: size * self.unit])
         return hasher.digest()
+
+
+class _Walk:
+    """The keys of steps along a raw prompt, each part of which is hashed once."""
+
+    def __init__(self, hasher: xxhash.xxh3_128, raw: memoryview, unit: int, at: int = 0) -> None:
+        self._hasher = hasher
+        self._raw = raw
+        self._unit = unit
+        self._at = at
+
+    def to(self, at: int) -> None:
+        self._hasher.update(self._raw[self._at * self._unit : at * self._unit])
+        self._at = at
+
+    def key(self, step: int) -> bytes:
+        """Of the step of this length that begins here."""
+        hasher = self._hasher.copy()
+        hasher.update(b"step%d" % step)
+        return hasher.digest()
+
+    def copy(self) -> _Walk:
+        return _Walk(self._hasher.copy(), self._raw, self._unit, self._at)
+
+
+def _sizes_on(memory: Memory, walk: _Walk, part: range, steps: list[int]) -> set[int]:
+    """Of histories that ended in ``part``; where a step knows of many, its own steps are asked."""
+    found: set[int] = set()
+    for at in part[:: steps[0]] if steps else ():
+        walk.to(at)
+        sizes = memory.sizes(walk.key(steps[0]))
+        found.update(sizes)
+        if len(sizes) == MOST_SIZES:
+            inside = range(at, min(at + steps[0], part.stop))
+            found |= _sizes_on(memory, walk.copy(), inside, steps[1:])
+    return found
 
 
 class NamedRaw:
@@ -629,6 +665,16 @@ class NamedRaw:
 
     def _check(self, raw: bytes, size: int) -> int:
         return int.from_bytes(self._history.key(raw, size, b"end")[:4], "little")
+
+
+def _steps(border: int) -> list[int]:
+    """Lengths of the steps between ``border`` and the next one, the longest first."""
+    steps: list[int] = []
+    step = _BORDER_UNITS
+    while step < border >> _BORDER_GROWTH:
+        steps.insert(0, step)
+        step *= _STEPS
+    return steps
 
 
 def _borders(size: int) -> list[int]:

@@ -172,6 +172,31 @@ def test_many_raw_histories_with_one_opening_are_told_apart(memory, opening):
     assert all(each.note.flags & ANSWERED for each in found)
 
 
+class Counting(Memory):
+    """Counts how often a directory is asked for."""
+
+    asked = 0
+
+    def sizes(self, key):
+        self.asked += 1
+        return super().sizes(key)
+
+
+def test_a_long_opening_of_many_raw_histories_is_not_searched_step_by_step():
+    """All other turns wait meanwhile: of 60,000 steps of a text some hundred are looked at."""
+    memory = Counting(mmap(-1, Memory.bytes_for(512)), 0, 512)
+    opening = "You are a helpful assistant. " * 33_000
+    for at in range(40):
+        served(memory, {"model": "m", "prompt": f"{opening}{at} asks this"}, f"answer {at}", at)
+    memory.asked = 0
+
+    talk = f"{opening}{7} asks thisanswer 7 and now?"
+    found = read_history({"model": "m", "prompt": talk}).find(memory)
+
+    assert (found.note.conversation, bool(found.note.flags & ANSWERED)) == (7, True)
+    assert memory.asked < 200
+
+
 def test_a_text_prompt_with_its_answer_is_a_history(memory):
     """Completion clients send prompt + answer + new text."""
     text = "Once upon a time there was a router. "
