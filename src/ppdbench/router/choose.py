@@ -13,7 +13,7 @@ from ppdbench.core.decision import Decision, Features, Route
 from ppdbench.core.topology import Role
 from ppdbench.policy.base import Policy
 from ppdbench.policy.placement import Placement, least_loaded
-from ppdbench.policy.rules import COLD, decide
+from ppdbench.policy.rules import COLD, REPLICA_HOME, decide
 from ppdbench.router.answer import Counted
 from ppdbench.router.board import ArrivalRate
 from ppdbench.router.drift import Drift
@@ -171,6 +171,10 @@ class Chooser:
             if moved:
                 decision = MOVED if decision is COLD else decision
                 shadow = MOVED if shadow is COLD else shadow
+        if self._needs_a_replica(decision):
+            home, holds_kv = self._place(()), False
+            features = self._features(body, speaker, home, holds_kv=holds_kv, now_s=now_s)
+            decision = REPLICA_HOME
         prefill = self._prefill_for(decision, speaker.found)
         steps = _has_steps(speaker.found) and answers_a_tool_call(body)
         return Plan(
@@ -180,10 +184,12 @@ class Chooser:
     def again(self, plan: Plan, without: Collection[str]) -> Plan:
         """The plan after its nodes in ``without`` broke: another P, or another home and so cold.
 
+        Where there is no other P, an R does without.
+
         Raises:
             NoNodeError: there is no other.
         """
-        if plan.home.name in without:
+        if plan.home.name in without or self._needs_a_replica(plan.decision, without):
             home = self._place(without)
             decision = decide(self.policy, plan.features, home.role, holds_kv=False)
             if plan.several and home.role is not Role.R:
@@ -281,10 +287,25 @@ class Chooser:
         return min(alive, key=lambda node: node.running.total())
 
     def _place(self, without: Collection[str]) -> Upstream:
+        """A home for one conversation more; while no P lives, an R if there is one."""
         usable = {n.name for n in self._upstreams.homes if n.alive and n.name not in without}
         if not usable:
             raise NoNodeError("no node that decodes (D, pD or R) is alive")
+        if not self._prefills(without):
+            usable = self._replicas(without) or usable
         return self._upstreams[self._placement.place(usable).name]
+
+    def _needs_a_replica(self, decision: Decision, without: Collection[str] = ()) -> bool:
+        """Whether the turn would go through P, none is left, and an R could have it."""
+        through_p = decision.route in _THROUGH_P
+        return through_p and not self._prefills(without) and bool(self._replicas(without))
+
+    def _replicas(self, without: Collection[str]) -> set[str]:
+        homes = (node for node in self._upstreams.homes if node.alive and node.role is Role.R)
+        return {node.name for node in homes if node.name not in without}
+
+    def _prefills(self, without: Collection[str]) -> list[Upstream]:
+        return [n for n in self._upstreams.prefills if n.alive and n.name not in without]
 
     def _prefill_for(
         self, decision: Decision, found: Found | None, without: Collection[str] = ()
@@ -292,7 +313,7 @@ class Chooser:
         """The P with the least to compute; the one that has the history need not compute it."""
         if decision.route not in _THROUGH_P:
             return None
-        usable = [n for n in self._upstreams.prefills if n.alive and n.name not in without]
+        usable = self._prefills(without)
         if not usable:
             raise NoNodeError("no prefill node (P) is alive")
         if len(usable) == 1:

@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from ppdbench.core.decision import Route
+from ppdbench.core.topology import Role
 from ppdbench.http.client import Exchange
 from ppdbench.http.errors import HttpError
 from ppdbench.http.messages import Head, Headers, Request, Response
@@ -68,12 +69,9 @@ class Pages:
         return web.Response()
 
     async def ready(self, _: web.Request) -> web.Response:
-        """Turns can be served: a home is alive, and a P where the cluster has some."""
-        homes = any(node.alive for node in self._upstreams.homes)
-        prefills = not self._upstreams.prefills or any(
-            node.alive for node in self._upstreams.prefills
-        )
-        ready = homes and prefills
+        """Turns can be served: an R is alive, or a P and another home."""
+        alive = {node.role for node in self._upstreams.all if node.alive}
+        ready = Role.R in alive or (Role.P in alive and bool(alive & {Role.D, Role.PD}))
         return web.json_response({"ready": ready}, status=200 if ready else 503)
 
     async def metrics(self, _: web.Request) -> web.Response:

@@ -53,6 +53,48 @@ async def test_a_p_that_breaks_is_replaced_by_another_once(bench_for, fault):
     assert bench.total("retries") == 1
 
 
+@pytest.mark.parametrize("fault", [Fault(FaultKind.CLOSE), Fault(FaultKind.STATUS, status=503)])
+async def test_a_p_that_breaks_alone_is_replaced_by_an_r(bench_for, fault):
+    """In a hybrid a replica can compute what no P is left for."""
+    bench = await bench_for("1P_1D_1R", policy="remote", engine=faulty("p0", fault))
+
+    reply = await bench.chat(USER)
+
+    assert (reply.status, reply.node, reply.route) == (200, "r0", "replica")
+    assert (reply.reason, bench.total("retries")) == ("retry", 1)
+    assert not bench.engines["d0"].served
+
+
+async def test_while_no_p_lives_an_r_serves_what_would_need_one(bench_for):
+    """New conversations and later remote turns; the router is ready for them, and says so."""
+    bench = await bench_for("1P_1D_1R", policy="remote", health=QUICK)
+    at_d = await bench.chat(USER)
+    await bench.engines["p0"].close()
+    await until(lambda: not bench.router.upstreams["p0"].alive)
+    answer = {"role": "assistant", "content": at_d.text()}
+    later = await bench.chat([*USER, answer, {"role": "user", "content": "go on"}])
+    new = [await bench.chat([{"role": "user", "content": f"{at} {at}"}]) for at in range(4)]
+
+    assert at_d.node == "d0"
+    assert {(turn.status, turn.node, turn.route) for turn in [later, *new]} == {
+        (200, "r0", "replica")
+    }
+    assert (await bench.get("/ready")).status == 200
+
+
+async def test_while_no_p_lives_turns_that_need_none_stay_where_their_kv_is(bench_for):
+    """A later local turn has no use for a P."""
+    bench = await bench_for("1P_1D_1R", policy="local", health=QUICK)
+    at_d = await bench.chat(USER)
+    await bench.engines["p0"].close()
+    await until(lambda: not bench.router.upstreams["p0"].alive)
+    answer = {"role": "assistant", "content": at_d.text()}
+
+    later = await bench.chat([*USER, answer, {"role": "user", "content": "go on"}])
+
+    assert (later.node, later.route) == ("d0", "local")
+
+
 async def test_a_p_that_closes_and_stands_alone_is_a_502(bench_for):
     """There is nobody else to ask, and the client is told who broke."""
     bench = await bench_for("1P_1D", policy="remote", engine=faulty("p0", Fault(FaultKind.CLOSE)))
@@ -320,7 +362,7 @@ async def test_a_node_that_came_back_has_lost_its_kv(bench_for):
 
 
 async def test_models_and_readiness_with_a_node_down(bench_for):
-    """/v1/models comes from any node; /ready needs a P and a home."""
+    """/v1/models comes from any node; /ready needs a P and a home, or an R."""
     bench = await bench_for("1P_2D", health=QUICK)
     await bench.engines["p0"].close()
     await until(lambda: not bench.router.upstreams["p0"].alive)
