@@ -501,7 +501,7 @@ class RawHistory:
     A note lies under the hash of its whole history; a directory under the last border before its
     end says how long the histories are that passed there. It knows few: where many begin with the
     same words, as an application's do, those under the last step of each size before each end tell
-    them apart.
+    them apart. One more, under the first border, says whether anybody began like this.
     """
 
     turn = None
@@ -519,7 +519,7 @@ class RawHistory:
         A first turn has no past, even where another began with its words.
         """
         borders = _borders(self.size)
-        if not borders or not memory.sizes(self.key(self.raw, borders[0], b"border")):
+        if not borders or not memory.sizes(self.key(self.raw, borders[0], b"opening")):
             return None
         ends = [*borders[1:], self.size + 1]
         for border, end in list(zip(borders, ends, strict=True))[: -MAX_LOOKUPS - 1 : -1]:
@@ -557,8 +557,8 @@ class RawHistory:
         borders = _borders(note.size)
         if not borders:
             return
-        for border in {borders[0], borders[-1]}:
-            memory.add_size(self.key(raw, border, b"border"), note.size, note.used_s)
+        for border, kind in ((borders[0], b"opening"), (borders[-1], b"border")):
+            memory.add_size(self.key(raw, border, kind), note.size, note.used_s)
         walk = self._walk(raw)
         for step in _steps(borders[-1]):
             walk.to(note.size - (note.size - borders[-1]) % step)

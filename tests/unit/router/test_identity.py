@@ -197,6 +197,19 @@ def test_a_long_opening_of_many_raw_histories_is_not_searched_step_by_step():
     assert memory.asked < 200
 
 
+def test_a_short_raw_question_is_known_however_long_its_conversation_became(memory):
+    """Its later turns pass the same first border, and end behind others."""
+    question = [*range(20)]
+    talk = question
+    for _ in range(6):
+        served(memory, {"model": "m", "prompt": talk}, "", 7)
+        talk = [*talk, *range(100, 150)]
+
+    edited = read_history({"model": "m", "prompt": [*question, *range(300, 350)]}).find(memory)
+
+    assert (edited.note.conversation, edited.note.size) == (7, len(question))
+
+
 def test_a_text_prompt_with_its_answer_is_a_history(memory):
     """Completion clients send prompt + answer + new text."""
     text = "Once upon a time there was a router. "
