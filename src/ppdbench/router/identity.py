@@ -188,7 +188,7 @@ def _canonical(value: object) -> bytes:
         return value.encode("utf-8", "replace")
     if value is None:
         return b""
-    if isinstance(value, list) and value and all(map(_is_text_part, value)):
+    if isinstance(value, list) and all(map(_is_text_part, value)):
         return "".join(part["text"] for part in value).encode("utf-8", "replace")
     return written(value, orjson.OPT_SORT_KEYS)
 
@@ -367,10 +367,16 @@ class NamedChat:
 
 
 def answers_a_tool_call(body: Mapping[str, Any]) -> bool:
-    """Whether the model goes on from a tool's result, and nobody has asked anything new."""
+    """Whether the model goes on from a tool's result, and nobody has asked anything new.
+
+    An application's reminder behind the result asks nothing.
+    """
     messages = body.get("messages")
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    return isinstance(last, dict) and last.get("role") == "tool"
+    for message in reversed(messages if isinstance(messages, list) else ()):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ("system", "developer"):
+            return role in ("tool", "function")
+    return False
 
 
 def _texts_behind(messages: list[Any], note: Note) -> list[str]:

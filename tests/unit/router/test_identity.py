@@ -109,6 +109,18 @@ def test_an_answer_is_known_in_the_forms_clients_send_it_back(memory, content):
     assert read_history(chat(user("hello"), assistant(content), user("x"))).find(memory)
 
 
+@pytest.mark.parametrize("content", [None, "", [], " "])
+def test_an_answer_without_text_is_known_however_nothing_is_written(memory, content):
+    """It is behind the tool call that the home goes on, not behind the question."""
+    history = read_history(chat(user("weather?")))
+    history.leave(memory, Note(9, 10, history.size, 1, 0, 1, 0, 0), Answer("", "call_1", 5))
+
+    call = assistant(content, tool_calls=[{"id": "call_1", "function": {"name": "f"}}])
+    found = read_history(chat(user("weather?"), call, user("x"))).find(memory)
+
+    assert found.note.flags & ANSWERED
+
+
 def test_tool_calls_are_part_of_the_history(memory):
     """Content null with a tool call, then the tool's answer: one conversation."""
     history = read_history(chat(user("weather?")))

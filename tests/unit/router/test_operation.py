@@ -404,8 +404,9 @@ async def test_a_named_conversation_with_another_opening_is_cold_and_blames_no_c
     assert (unharmed.route, unharmed.reason) == ("local", "policy")
 
 
+@pytest.mark.parametrize("reminders", [[], [{"role": "system", "content": "be brief"}]])
 @pytest.mark.parametrize("name", [None, b"session"])
-async def test_reasoning_that_a_template_takes_out_is_no_eviction(bench_for, name):
+async def test_reasoning_that_a_template_takes_out_is_no_eviction(bench_for, name, reminders):
     """Before tool calls it stays in the prompt until the next question, and is gone from all then.
 
     In between a loss is a loss, and it is one again behind that question.
@@ -428,7 +429,7 @@ async def test_reasoning_that_a_template_takes_out_is_no_eviction(bench_for, nam
         shown = {"role": "assistant", "content": answer.text}
         if answer.tools:
             shown["tool_calls"] = [{"id": answer.tools}]
-        history = [*history, shown, message]
+        history = [*history, shown, message, *reminders]
 
     assert seen == [False, True, True, False, True]
 
