@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ppdbench.router.metrics import metric_names
 from ppdbench.router.nodes import GAUGES, board_names
 from ppdbench.router.receipts import Receipts
 
+CLOCK_OFFSET_S = "clock_offset_s"
 _PAGE_BYTES = 4096
 _STAMP_BYTES = 16
 
@@ -49,7 +51,7 @@ class Layout:
 
 def all_names(cluster: ClusterSpec) -> tuple[str, ...]:
     """Everything on the board."""
-    return (*metric_names(), *board_names(cluster), *ArrivalRate.NAMES)
+    return (*metric_names(), *board_names(cluster), *ArrivalRate.NAMES, CLOCK_OFFSET_S)
 
 
 def gauge_names(cluster: ClusterSpec) -> tuple[str, ...]:
@@ -76,6 +78,17 @@ class Shared:
             Memory(buffer, 0, layout.buckets),
             Receipts(buffer, layout.receipts_at, config.workers, worker, config.decisions_log),
         )
+
+
+def clock_offset_s(board: Board) -> float:
+    """Makes wall time of monotonic time, as the first worker that asked found it.
+
+    All have the same, also one that begins after the wall clock was set: they compare times.
+    """
+    offset_s = board.common(CLOCK_OFFSET_S)
+    if offset_s.get() == 0.0:
+        offset_s.put(time.time() - time.monotonic())
+    return offset_s.get()
 
 
 def clear_gauges(buffer: mmap, config: RouterConfig, worker: int) -> None:
@@ -106,6 +119,7 @@ def make_buffer(config: RouterConfig) -> mmap:
         board = Board(buffer, layout.board_at, layout.names, config.workers, worker)
         board.clear(gauge_names(config.cluster))  # of a router that was killed
         ArrivalRate.forget(board)  # while it was away nobody counted
+        board.common(CLOCK_OFFSET_S).put(0.0)
         sound = board.sound()
         board.close()
     # Notes have checksums; a node's number that is none would break every turn.

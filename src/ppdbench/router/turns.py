@@ -76,12 +76,12 @@ class Services:
     health: Health
     metrics: Metrics
     receipts: Receipts
+    clock_offset_s: float
     held: HeldByConversation = field(default_factory=lambda: HeldByConversation(HELD_LIMIT))
     turns: set[TurnInFlight] = field(default_factory=set)
     receipt_lines: Callable[[Decision, str], bytes] = field(
         default_factory=lambda: lru_cache(maxsize=RECEIPTS_LIMIT)(receipt_lines)
     )
-    clock_offset_s: float = field(default_factory=lambda: time.time() - time.monotonic())
     keep_authorization: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from ppdbench.router.metrics import Metrics
 from ppdbench.router.nodes import Upstreams
 from ppdbench.router.pages import make_application
 from ppdbench.router.policies import Tables, check_policy, load_policy
-from ppdbench.router.shared import Shared
+from ppdbench.router.shared import Shared, clock_offset_s
 from ppdbench.router.turns import JSON, RETRY_SOON, TEXT_FIELDS, Services, TurnInFlight
 from ppdbench.router.wire import error_body
 
@@ -60,7 +60,14 @@ class Router:
             config.count_tokens,
         )
         health = Health(self.upstreams, config.health)
-        self.services = Services(config, chooser, health, Metrics(shared.board), shared.receipts)
+        self.services = Services(
+            config,
+            chooser,
+            health,
+            Metrics(shared.board),
+            shared.receipts,
+            clock_offset_s(shared.board),
+        )
         self._control = ControlPath(make_application(self.services, self.upstreams))
         self._server = Server(
             self._handle,

@@ -514,6 +514,20 @@ def test_a_state_file_does_not_carry_the_rate_over_the_time_in_which_nobody_coun
     assert rate.per_s(4_600.5) == 12
 
 
+def test_a_worker_that_begins_after_the_clock_was_set_tells_the_time_of_the_others(monkeypatch):
+    """Its notes would lie behind what the others know to be lost, and be cold for as long."""
+    nodes = cluster_from_options(["P=http://127.0.0.1:1", "D=http://127.0.0.1:2"])
+    config = RouterConfig(cluster=nodes, policy="local", workers=2, max_notes=64)
+    buffer = make_buffer(config)
+    first = Router(config, load_policy(config), Shared.over(buffer, config, 0))
+    was_set_back_s = time.time() - 3600
+    monkeypatch.setattr(time, "time", lambda: was_set_back_s)
+
+    second = Router(config, load_policy(config), Shared.over(buffer, config, 1))
+
+    assert second.services.clock_offset_s == first.services.clock_offset_s
+
+
 def test_a_clock_that_was_set_back_brings_no_arrivals_of_the_future(tmp_path):
     """They would count until the clock has caught up."""
     config = config_of(tmp_path / "state", "R=http://127.0.0.1:1")
