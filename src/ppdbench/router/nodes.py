@@ -28,6 +28,9 @@ cached tokens showed. What KV events told: turns that ended by ``gone_s`` have l
 
 GAUGES = ("running", "prefill_tokens")
 
+HEARING = ("kv_connected", "kv_readable")
+"""True only as long as a worker listens to the node's KV events."""
+
 
 @dataclass(slots=True)
 class Upstream:

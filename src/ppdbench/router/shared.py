@@ -18,8 +18,11 @@ from ppdbench.router.board import ArrivalRate, Board
 from ppdbench.router.config import RouterConfig
 from ppdbench.router.memory import Memory
 from ppdbench.router.metrics import metric_names
-from ppdbench.router.nodes import GAUGES, board_names
+from ppdbench.router.nodes import GAUGES, HEARING, board_names
 from ppdbench.router.receipts import Receipts
+
+LISTENER = 0
+"""The worker that listens to KV events for all."""
 
 CLOCK_OFFSET_S = "clock_offset_s"
 _PAGE_BYTES = 4096
@@ -95,7 +98,15 @@ def clear_gauges(buffer: mmap, config: RouterConfig, worker: int) -> None:
     """Give back what a worker that died had taken."""
     layout = Layout.of(config)
     board = Board(buffer, layout.board_at, layout.names, config.workers, worker)
-    board.clear(gauge_names(config.cluster))
+    _clear_gauges(board, config.cluster, worker)
+
+
+def _clear_gauges(board: Board, cluster: ClusterSpec, worker: int) -> None:
+    board.clear(gauge_names(cluster))
+    if worker == LISTENER:
+        for node in cluster.nodes:
+            for what in HEARING:
+                board.common(f"{what}:{node.name}").put(0.0)
 
 
 def make_buffer(config: RouterConfig) -> mmap:
@@ -117,7 +128,7 @@ def make_buffer(config: RouterConfig) -> mmap:
     sound = True
     for worker in range(config.workers):
         board = Board(buffer, layout.board_at, layout.names, config.workers, worker)
-        board.clear(gauge_names(config.cluster))  # of a router that was killed
+        _clear_gauges(board, config.cluster, worker)  # of a router that was killed
         ArrivalRate.forget(board)  # while it was away nobody counted
         board.common(CLOCK_OFFSET_S).put(0.0)
         sound = board.sound()

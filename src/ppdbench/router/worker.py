@@ -23,7 +23,7 @@ from ppdbench.router.metrics import Metrics
 from ppdbench.router.nodes import Upstreams
 from ppdbench.router.pages import make_application
 from ppdbench.router.policies import Tables, check_policy, load_policy
-from ppdbench.router.shared import Shared, clock_offset_s
+from ppdbench.router.shared import LISTENER, Shared, clock_offset_s
 from ppdbench.router.turns import JSON, RETRY_SOON, TEXT_FIELDS, Services, TurnInFlight
 from ppdbench.router.wire import error_body
 
@@ -98,7 +98,7 @@ class Router:
         self._run_beside(self.services.health.resolve_doubts())
         self._run_beside(self._sweep())
         self._run_beside(self._watch_tables())
-        if self._shared.worker == 0 and any(n.node.kv_events for n in self.upstreams.homes):
+        if self._shared.worker == LISTENER and any(n.node.kv_events for n in self.upstreams.homes):
             # ZMQ and its thread only where somebody publishes.
             from ppdbench.router.kv_events import KvEvents
 

@@ -10,7 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ppdbench.cluster.contract import cluster_from_options
+from ppdbench.router.config import RouterConfig
+from ppdbench.router.nodes import Upstreams
 from ppdbench.router.residency import LAST_BLOCK_S, NotKvEventsError, Residency, read_events
+from ppdbench.router.shared import Shared, clear_gauges, make_buffer
 
 from .publisher import CLEARED, Publisher, encoded, removed, stored
 
@@ -249,6 +253,33 @@ async def test_where_events_are_heard_few_cached_tokens_are_no_eviction(bench, p
     answers = [await bench.chat(talk) for talk in talks]
 
     assert [answer.route for answer in answers] == ["local", "local"]
+
+
+def test_nobody_hears_events_behind_a_listener_that_died_or_has_ended(tmp_path):
+    """The next router may have no address to listen to: cached_tokens go on."""
+    config = RouterConfig(
+        cluster=cluster_from_options(["P=http://127.0.0.1:1", "D=http://127.0.0.1:2"]),
+        policy="local", workers=2, state_file=tmp_path / "state",
+    )  # fmt: skip
+    buffer = make_buffer(config)
+
+    def heard():
+        return Upstreams(config.cluster, Shared.over(buffer, config, 1).board)["d0"].is_heard
+
+    def listen():
+        home = Upstreams(config.cluster, Shared.over(buffer, config, 0).board)["d0"]
+        home.kv_connected.put(1.0)
+        home.kv_readable.put(1.0)
+
+    listen()
+    clear_gauges(buffer, config, 1)
+    assert heard()
+    clear_gauges(buffer, config, 0)
+    assert not heard()
+
+    listen()
+    buffer = make_buffer(config)
+    assert not heard()
 
 
 @pytest.mark.parametrize("message", [None, (b"", bytes(8), b"nonsense")])
