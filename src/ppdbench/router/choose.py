@@ -268,9 +268,12 @@ class Chooser:
         return home, known and not _evicted(home, note)
 
     def _overloaded(self, home: Upstream) -> bool:
-        """Whether ``home`` runs far more than its share, so that its conversations may move."""
+        """Whether ``home`` runs far more than its share, so that its conversations may move.
+
+        Not while nobody could compute their history anew.
+        """
         running = home.running.total()
-        if running <= CALM_RUNNING:
+        if running <= CALM_RUNNING or not (self._prefills(()) or self._replicas(())):
             return False
         alive = [node.running.total() for node in self._upstreams.homes if node.alive]
         return running > OVERLOAD_FACTOR * sum(alive) / len(alive)

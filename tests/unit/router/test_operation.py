@@ -493,6 +493,19 @@ async def test_a_home_far_above_its_share_gives_conversations_away(bench_for):
     assert (stays.route, stays.node) == ("local", moved.node)
 
 
+async def test_no_conversation_moves_while_nobody_could_compute_its_history(bench_for):
+    """With P gone an overloaded home is the only one that can serve what it holds."""
+    bench = await bench_for("1P_2D", policy="local")
+    first = await bench.chat(USER)
+    nodes = bench.router.upstreams
+    nodes[first.node].running.add(100)
+    nodes["p0"].alive = False
+
+    second = await bench.chat(follow_up(first))
+
+    assert (second.status, second.route, second.node) == (200, "local", first.node)
+
+
 def assistant(reply):
     return {"role": "assistant", "content": reply.text()}
 
