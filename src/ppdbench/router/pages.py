@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 from ppdbench.core.decision import Route
 from ppdbench.core.topology import Role
 from ppdbench.http.client import Exchange
-from ppdbench.http.errors import HttpError
+from ppdbench.http.errors import ConnectError, HttpError
 from ppdbench.http.messages import Head, Headers, Request, Response
 from ppdbench.router.choose import Chooser
 from ppdbench.router.documents import UnreadableError, without_hand_off
@@ -143,29 +143,45 @@ class Pages:
             in_flight.add(-1)
 
     async def _passed_through(self, request: web.Request) -> web.StreamResponse:
-        """It must steer no hand-off."""
-        alone = [node for node in self._upstreams.homes if node.alive]
-        if not alone:
-            return _error(501, f"{request.path} needs a living R, D or pD node", "NotImplemented")
-        alone.sort(key=lambda node: (not node.role.needs_prefill_node, node.running.total()))
+        """It must steer no hand-off. Where nobody listens nothing was sent: the next is asked."""
         if request.method == "TRACE" or ".." in request.path.split("/"):
             return _error(404, "no node is asked this", "NotFoundError")
-        relay = Relay()
-        timeouts = self._services.config.timeouts
         try:
             body = without_hand_off(await request.read())
         except UnreadableError as error:
             return _error(400, str(error), "BadRequestError")
-        asked = self._request(alone[0], request, body)
-        exchange = relay.exchange = alone[0].pool.start(alone[0].origin, asked, relay)
+        alone = [node for node in self._upstreams.homes if node.alive]
+        alone.sort(key=lambda node: (not node.role.needs_prefill_node, node.running.total()))
+        for node in alone:
+            try:
+                return await self._passed_to(node, request, body)
+            except ConnectError as error:
+                self._services.health.failed(node, error)
+        return _error(501, f"{request.path} needs a living R, D or pD node", "NotImplemented")
+
+    async def _passed_to(
+        self, node: Upstream, request: web.Request, body: bytes
+    ) -> web.StreamResponse:
+        """The node's answer.
+
+        Raises:
+            ConnectError: there is nobody.
+        """
+        relay = Relay()
+        timeouts = self._services.config.timeouts
+        exchange = relay.exchange = node.pool.start(
+            node.origin, self._request(node, request, body), relay
+        )
         try:
             async with asyncio.timeout(timeouts.first_byte_s):
                 head = await relay.head
             return await _relayed(request, head, relay, timeouts.silence_s)
         except TimeoutError:
-            return _error(504, f"{alone[0].name} gave no answer in time", "TimeoutError")
+            return _error(504, f"{node.name} gave no answer in time", "TimeoutError")
+        except ConnectError:
+            raise
         except HttpError as error:
-            return _error(502, f"{alone[0].name}: {error}", "BadGatewayError")
+            return _error(502, f"{node.name}: {error}", "BadGatewayError")
         finally:
             exchange.cancel()
 

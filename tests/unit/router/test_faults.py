@@ -372,6 +372,30 @@ async def test_models_and_readiness_with_a_node_down(bench_for):
     assert (await bench.get("/health")).status == 200
 
 
+async def test_what_passes_through_goes_by_nodes_that_refuse_connections(bench_for):
+    """They are out at once, as for turns: else each request failed until a health check came."""
+    bench = await bench_for("3R", policy="roles")
+    for name in ("r0", "r1"):
+        await bench.engines[name].close()
+    bench.engines["r2"]._shell._routes["/v1/embeddings"] = lambda _, reply: reply.send(200, b"{}")
+
+    reply = await bench.post("/v1/embeddings", {"input": "x"})
+
+    assert (reply.status, reply.body) == (200, b"{}")
+    assert [node.alive for node in bench.router.upstreams.homes] == [False, False, True]
+
+
+async def test_what_passes_through_where_nobody_listens_is_501(bench_for):
+    """The search ends with the last node."""
+    bench = await bench_for("2R", policy="roles")
+    for engine in bench.engines.values():
+        await engine.close()
+
+    reply = await bench.post("/v1/embeddings", {"input": "x"})
+
+    assert reply.status == 501
+
+
 async def test_the_log_says_when_and_why_a_node_goes_and_when_it_is_back(bench_for, caplog):
     """Once each: a 503 for want of a node is explained nowhere else."""
     rule = HealthRule(every_s=0.02, timeout_s=0.5, down_after=2)
