@@ -239,8 +239,15 @@ class ChatHistory:
         for key in self._marks[: -MAX_LOOKUPS - 1 : -1]:
             note = memory.get(key)
             if note is not None:
-                return Found(note, Place.CONTINUES)
+                return Found(self._less_its_steps(memory, note), Place.CONTINUES)
         return None
+
+    def _less_its_steps(self, memory: Memory, note: Note) -> Note:
+        """Up to the question that the steps answered, where their reasoning is taken out now."""
+        if not note.flags & REASONED_STEPS or not _drops_reasoning(self._messages):
+            return note
+        asked = memory.get(self._marks[2 * _answers_before_last_asked(self._messages)])
+        return note if asked is None or asked.flags & REASONED_STEPS else _up_to(asked, note)
 
     def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
         _put(memory, self._prompt_key, note)
@@ -372,11 +379,47 @@ def answers_a_tool_call(body: Mapping[str, Any]) -> bool:
     An application's reminder behind the result asks nothing.
     """
     messages = body.get("messages")
-    for message in reversed(messages if isinstance(messages, list) else ()):
+    return isinstance(messages, list) and _is_behind_a_tool(messages)
+
+
+def _is_behind_a_tool(messages: list[Any]) -> bool:
+    for message in reversed(messages):
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ("system", "developer"):
             return role in ("tool", "function")
     return False
+
+
+def _drops_reasoning(messages: list[Any]) -> bool:
+    """Whether a template takes out reasoning that it kept as long as the model called tools."""
+    return not _is_behind_a_tool(messages) and any(
+        message.get("reasoning_content") or message.get("reasoning")
+        for message in filter(_is_answer, messages)
+    )
+
+
+def _answers_before_last_asked(messages: list[Any]) -> int:
+    """How many answers stand before the last question that the history shows an answer to."""
+    answers = asked = before = 0
+    for message in messages:
+        if _is_answer(message):
+            before = asked
+            answers += 1
+        elif isinstance(message, dict) and message.get("role") == "user":
+            asked = answers
+    return before
+
+
+def _up_to(note: Note, last: Note) -> Note:
+    """What is held of the conversation that ``last`` left where it stays the same to ``note``."""
+    return replace(
+        last,
+        context_tokens=note.context_tokens,
+        size=note.size,
+        turn=note.turn,
+        flags=last.flags & ~(ANSWERED | REASONED_STEPS) | note.flags & ANSWERED,
+        answer_tokens=note.answer_tokens,
+    )
 
 
 def _texts_behind(messages: list[Any], note: Note) -> list[str]:

@@ -434,6 +434,32 @@ async def test_reasoning_that_a_template_takes_out_is_no_eviction(bench_for, nam
     assert seen == [False, True, True, False, True]
 
 
+@pytest.mark.parametrize("shown", [True, False])
+async def test_behind_steps_whose_reasoning_goes_only_their_question_is_held(bench_for, shown):
+    """All steps behind it move up then. A client that sent no reasoning has them held as they are.
+
+    The loss of that question is one, as anywhere.
+    """
+    chooser = (await bench_for("1P_1D", policy="local")).router.services.chooser
+    history = [{"role": "user", "content": "a question"}]
+    for at, answer in enumerate((*[Answer("", "call", 50, reasoned=True)] * 3, Answer("done"))):
+        body, prompt_tokens = {"messages": history}, 900 + 100 * at
+        plan = chooser.plan(body, None, 1000.0 + at)
+        chooser.note(plan, answer, prompt_tokens, 1000.0 + at)
+        told = {"role": "assistant", "content": answer.text}
+        if answer.tools:
+            told |= {"tool_calls": [{"id": "call"}]} | ({"reasoning": "why"} if shown else {})
+        history = [*history, told, {"role": "tool", "content": "a result " * 100}]
+    history[-1] = {"role": "user", "content": "another question"}
+
+    plan = chooser.plan({"messages": history}, None, 1010.0)
+
+    assert (plan.decision.route, plan.features.turn) == (Route.LOCAL, 5)
+    assert plan.features.context_tokens == (900 if shown else 1200)
+    assert (plan.features.new_tokens > 600) is shown
+    assert chooser.learn(plan, {"messages": history}, Counted(1250, 5, 16), 1010.0) is shown
+
+
 async def test_an_answer_that_comes_back_as_other_tokens_is_no_eviction(bench_for):
     """What D answered is not what it reads now, but it holds the question: nothing was lost."""
     bench = await bench_for("1P_1D", policy="local")
