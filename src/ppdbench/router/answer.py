@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from ppdbench.cluster.nixl import cached_tokens, count_of
 from ppdbench.http.reply import CUT_SHORT
-from ppdbench.router.identity import Answer
+from ppdbench.router.history import Answer
 
 _TEXT = {
     "content": re.compile(rb'"content":\s*"([^"\\]*(?:\\.[^"\\]*)*)"'),

@@ -18,15 +18,8 @@ from ppdbench.router.answer import Counted
 from ppdbench.router.board import ArrivalRate
 from ppdbench.router.drift import Drift
 from ppdbench.router.estimate import Estimates
-from ppdbench.router.identity import (
-    Answer,
-    Found,
-    History,
-    Place,
-    answers_a_tool_call,
-    explicit_key,
-    read_history,
-)
+from ppdbench.router.history import Answer, Found, History, Place
+from ppdbench.router.identity import explicit_key, read_history
 from ppdbench.router.memory import (
     MOST_TURN,
     NO_PREFILL,
@@ -37,6 +30,7 @@ from ppdbench.router.memory import (
     Note,
     prefill_flags,
 )
+from ppdbench.router.messages import answers_a_tool_call
 from ppdbench.router.nodes import Upstream, Upstreams
 
 ALONE = Decision(Route.LOCAL, "alone")

@@ -21,7 +21,7 @@ from ppdbench.router.answer import (
     speaks_of_usage,
     without_usage,
 )
-from ppdbench.router.identity import Answer
+from ppdbench.router.history import Answer
 from ppdbench.router.nodes import Upstream
 from ppdbench.router.wire import error_event, response_lines
 

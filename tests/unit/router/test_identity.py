@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppdbench.router.identity import MEDIA_LENGTH, Answer, Place, explicit_key, read_history
+from ppdbench.router.history import Answer, Place
+from ppdbench.router.identity import explicit_key, read_history
 from ppdbench.router.memory import ANSWERED, SEVERAL, SPLIT, Memory, Note
+from ppdbench.router.messages import MEDIA_LENGTH
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from ppdbench.router.answer import Counted
 from ppdbench.router.board import ArrivalRate
 from ppdbench.router.choose import Chooser
 from ppdbench.router.config import RouterConfig
-from ppdbench.router.identity import Answer
+from ppdbench.router.history import Answer
 from ppdbench.router.nodes import Upstreams
 from ppdbench.router.policies import load_policy
 from ppdbench.router.shared import Shared, make_buffer

@@ -19,7 +19,7 @@ from ppdbench.router.answer import Counted
 from ppdbench.router.drift import HOLD_S, MIN_TURNS, Drift
 from ppdbench.router.estimate import OUTPUT_TOKENS
 from ppdbench.router.fitness import LiveFacts, mismatches
-from ppdbench.router.identity import Answer
+from ppdbench.router.history import Answer
 from ppdbench.router.policies import check_policy, load_policy
 from ppdbench.table.schema import AXES, Cell, Table, save_table
 from ppdbench.table.score import STATISTICS, Rule, Side
