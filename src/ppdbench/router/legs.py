@@ -97,7 +97,8 @@ class AnswerLeg(Struct, eq=False):
     Nothing reaches the client before the first byte of a body has come, so until ``began`` the
     turn may be tried elsewhere. ``first_at_s`` and ``last_at_s`` are the reads that brought the
     first and the last token. ``strip_usage`` withholds the counts that only the router asked for.
-    ``failed_inside`` says that the node told of an error in its answer, or just stopped.
+    ``failed_inside`` says that the node told of an error in its answer, or just stopped;
+    ``said_done`` that the client has a stream's ``[DONE]``, behind which nothing is missing.
     """
 
     _owner: AnswerOwner
@@ -116,6 +117,7 @@ class AnswerLeg(Struct, eq=False):
     counted: Counted = NOTHING
     began: bool = False
     failed_inside: bool = False
+    said_done: bool = False
     streaming: bool = False
     at_s: float = 0.0
     first_at_s: float | None = None
@@ -182,11 +184,17 @@ class AnswerLeg(Struct, eq=False):
         else:
             self._responder.abort()
 
+    def end_here(self) -> None:
+        """End the stream as it is: the node only left its last chunk unsaid."""
+        self._responder.end()
+
     def _pass_on(self, data: bytes, at_s: float) -> None:
         self._take(data, at_s)
-        if data.endswith(_DONE):
+        done = data.endswith(_DONE)
+        if done:
             self._know()
         self._send(data)
+        self.said_done |= done
         if self._responder.congested and self.exchange is not None:
             self.exchange.pause()
 

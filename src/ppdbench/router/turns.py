@@ -461,7 +461,10 @@ class TurnInFlight(Struct, eq=False):
 
     def _fail(self, message: str, kind: str, status: int, outcome: str) -> None:
         leg = self._leg
-        if leg is not None and leg.began:
+        if leg is not None and leg.said_done:
+            leg.end_here()
+            self._finish("broken" if leg.failed_inside else "ok")
+        elif leg is not None and leg.began:
             leg.fail_inside(message, kind, status)
             self._finish(outcome)
         else:

@@ -842,6 +842,27 @@ async def test_a_stream_that_just_stops_is_no_good_outcome(rig, ends, outcome):
     assert bool(rig.router.services.chooser.memory.used()) == (outcome == "ok")
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_node_that_breaks_behind_done_spoils_no_answer(rig, hangs):
+    """The client has it whole; an error behind it would contradict what was noted and learned."""
+    await rig.start("P", "D", timeouts=Timeouts(silence_s=0.3))
+    said = EVENT + FINISH + DONE
+
+    def breaks(responder):
+        responder.start(200, STREAM)
+        responder.write(said)
+        if not hangs:
+            asyncio.get_running_loop().call_later(0.1, responder.abort)
+
+    rig.says["D"] = breaks
+
+    reply = await rig.chat(stream=True)
+
+    assert reply.body == said
+    assert rig.router.services.metrics.board.total("outcome:ok") == 1
+    assert rig.is_calm()
+
+
 @pytest.mark.parametrize(("reason", "outcome"), [("abort", "broken"), ("length", "ok")])
 async def test_an_unstreamed_answer_that_the_engine_gave_up_is_no_good_outcome(
     rig, reason, outcome
