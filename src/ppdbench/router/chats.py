@@ -178,7 +178,7 @@ class NamedChat:
         if note.check == self._check_before and self.turn > 1:
             return Found(self._as_far_as_shown(note), Place.CONTINUES)
         if note.check == self._check:
-            return Found(note, Place.REPEATS)
+            return Found(_behind_question(note, self.size), Place.REPEATS)
         # A first turn has no past: some clients send one name for all their users.
         return None if self.turn == 1 else Found(note, Place.DIFFERS)
 
@@ -187,21 +187,28 @@ class NamedChat:
 
         A little less is one that was trimmed.
         """
-        if not note.flags & ANSWERED or abs(note.size - self._size_behind) <= TRIMMED_LENGTH:
+        if abs(note.size - self._size_behind) <= TRIMMED_LENGTH:
             return note
-        return replace(
-            note,
-            context_tokens=note.context_tokens - note.answer_tokens,
-            answer_tokens=0,
-            size=self._size_before,
-            flags=note.flags & ~ANSWERED,
-        )
+        return _behind_question(note, self._size_before)
 
     def leave(self, memory: Memory, note: Note, answer: Answer | None) -> None:
         memory.put(self._name, note_behind(note, self.size + _size(answer), answer, self._check))
 
     def texts_behind(self, note: Note) -> list[str]:
         return texts_behind(self._messages, note)
+
+
+def _behind_question(note: Note, size: int) -> Note:
+    """``note`` less its answer; the question ended at ``size``."""
+    if not note.flags & ANSWERED:
+        return note
+    return replace(
+        note,
+        context_tokens=note.context_tokens - note.answer_tokens,
+        answer_tokens=0,
+        size=size,
+        flags=note.flags & ~ANSWERED,
+    )
 
 
 def _up_to(note: Note, last: Note) -> Note:

@@ -139,8 +139,12 @@ class Memory:
         return None if fields[_FLAGS_AT] & _DIRECTORY else Note(*fields)
 
     def put(self, key: bytes, note: Note) -> None:
-        """Write or overwrite."""
-        self._write(key, _BODY.pack(*astuple(note)), note.used_s)
+        """Write or overwrite; what no engine serves has no room here, and stays unknown."""
+        try:
+            body = _BODY.pack(*astuple(note))
+        except struct.error:
+            return
+        self._write(key, body, note.used_s)
 
     def sizes(self, key: bytes) -> tuple[int, ...]:
         """Lengths of raw histories that pass through the border ``key``, newest first."""

@@ -410,6 +410,22 @@ def test_what_a_changed_answer_was_is_not_held_for_a_named_conversation(
     assert found.note.size == pytest.approx(size, abs=1)
 
 
+@pytest.mark.parametrize("name", [None, b"n" * 16], ids=["found", "named"])
+def test_a_question_that_is_asked_again_is_held_up_to_its_end(memory, name):
+    """The answer that it once got stands in no prompt now, so it is no context."""
+    opening = [user("a question"), assistant("an answer"), user("more")]
+    history = read_history(chat(*opening), name)
+    note = Note(7, 100, history.size, 1, 2, 2, 0, 0)
+    history.leave(memory, note, Answer("a long answer", tokens=900))
+
+    again = read_history(chat(*opening), name)
+    found = again.find(memory)
+
+    assert (found.place, found.note.context_tokens) == (Place.REPEATS, 100)
+    assert found.note.size == again.size
+    assert again.texts_behind(found.note) == []
+
+
 def test_two_conversations_behind_the_same_reasoned_answer_have_either_home(memory):
     """Question and answer are equal, so either node holds what the next turn needs."""
     for conversation, home in ((1, 0), (2, 1)):
@@ -479,6 +495,14 @@ def test_a_free_place_behind_a_key_that_ends_in_zero_is_free():
 
     assert all(map(memory.get, keys))
     assert memory.evicted == 0
+
+
+@pytest.mark.parametrize("lengths", [(2**32, 1), (1, 2**32)], ids=["tokens", "size"])
+def test_what_no_engine_serves_stays_unknown(memory, lengths):
+    """A length beyond a note's field breaks no turn."""
+    memory.put(b"k" * 16, Note(1, *lengths, 4, 0, 1, 0, 0))
+
+    assert memory.get(b"k" * 16) is None
 
 
 def test_a_torn_note_reads_as_unknown():
