@@ -69,7 +69,10 @@ _P = ParamSpec("_P")
 
 @dataclass(slots=True, eq=False)
 class Services:
-    """What the turns of one worker share. ``clock_offset_s`` makes wall time of monotonic time."""
+    """What the turns of one worker share. ``clock_offset_s`` makes wall time of monotonic time.
+
+    ``releasing`` has one object for each release of P's blocks that no home has answered yet.
+    """
 
     config: RouterConfig
     chooser: Chooser
@@ -79,6 +82,7 @@ class Services:
     clock_offset_s: float
     held: HeldByConversation = field(default_factory=lambda: HeldByConversation(HELD_LIMIT))
     turns: set[TurnInFlight] = field(default_factory=set)
+    releasing: set[object] = field(default_factory=set)
     receipt_lines: Callable[[Decision, str], bytes] = field(
         default_factory=lambda: lru_cache(maxsize=RECEIPTS_LIMIT)(receipt_lines)
     )
@@ -89,6 +93,15 @@ class Services:
         nodes = self.config.cluster.nodes
         own = self.config.client_keys or any(node.api_key_env for node in nodes)
         self.keep_authorization = not own
+
+    def release_begun(self) -> Callable[..., None]:
+        """To be called at its end, whatever the answer says: there is nothing to be done about it.
+
+        It does not know the exchange that knows it, or they would wait for gc.
+        """
+        ticket = object()
+        self.releasing.add(ticket)
+        return lambda *_: self.releasing.discard(ticket)
 
 
 class HeldByConversation:
@@ -445,9 +458,10 @@ class TurnInFlight(Struct, eq=False):
             self._release(self._services.chooser.other_home(self._current.home))
 
     def _release(self, node: Upstream) -> None:
-        """Tell P through ``node`` that its blocks are free; nothing waits for it but a time limit.
+        """Tell P through ``node`` that its blocks are free; only a drain waits for it.
 
-        A node that hangs would else collect one connection per turn that was given up there.
+        It has a time limit: a node that hangs would else collect one connection per turn that was
+        given up there.
         """
         prefilled, self._prefilled = self._prefilled, None
         if prefilled is None:
@@ -455,7 +469,8 @@ class TurnInFlight(Struct, eq=False):
         self._services.metrics.board.add("releases")
         body = orjson.dumps(release_body(prefilled))
         wire = render(node, "POST", "/v1/completions", b"content-type: application/json\r\n", body)
-        exchange = node.pool.start_raw(node.origin, wire, WholeLeg(_ignore, _ignore))
+        end = self._services.release_begun()
+        exchange = node.pool.start_raw(node.origin, wire, WholeLeg(end, end))
         limit_s = self._services.config.timeouts.first_byte_s
         asyncio.get_running_loop().call_later(limit_s, exchange.cancel)
 
@@ -562,7 +577,3 @@ def _tpot_s(leg: AnswerLeg) -> float | None:
     if leg.first_at_s is None or leg.last_at_s is None:
         return None
     return (leg.last_at_s - leg.first_at_s) / (tokens - 1)
-
-
-def _ignore(*_: object) -> None:
-    """The answer to a release says nothing that we could act on."""

@@ -139,7 +139,8 @@ class Router:
         for turn in tuple(self.services.turns):
             turn.give_up_to_end()
         until_s = time.monotonic() + LAST_WORDS_S
-        while self._server.busy and time.monotonic() < until_s:  # noqa: ASYNC110
+        releasing = self.services.releasing
+        while (self._server.busy or releasing) and time.monotonic() < until_s:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
     async def __aenter__(self) -> Self:

@@ -358,6 +358,29 @@ async def test_a_release_does_not_hang_with_its_node_for_ever(rig):
     assert reply.head.status == 504
 
 
+async def test_a_drain_waits_until_its_last_releases_are_answered(rig):
+    """A home that loses the connection first may not have told P; the client has its 503 before."""
+    told = []
+
+    def answer_late(responder):
+        told.append(True)
+        responder.send(404, b"{}")
+
+    def takes_its_time(responder):
+        if b"release" in rig.got[-1][2]:
+            asyncio.get_running_loop().call_later(0.3, answer_late, responder)
+
+    rig.says["D"] = takes_its_time
+    await rig.start("P", "D", drain_s=0.0)
+    asked = asyncio.create_task(rig.chat())
+    await rig.until(lambda: ("D", CHAT) in [(role, path) for role, path, _ in rig.got])
+
+    await rig.router.drain()
+
+    assert told
+    assert (await asked).head.status == 503
+
+
 PREFLIGHT = ((b"origin", b"http://page"), (b"access-control-request-method", b"POST"))
 
 
