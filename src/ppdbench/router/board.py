@@ -192,7 +192,8 @@ class ArrivalRate:
         if first_s == 0.0:
             return 0.0
         arrivals = sum(self._recent(cell, int(now_s)) for cell in range(RATE_WINDOW_S))
-        return arrivals / min(max(now_s - first_s, 1.0), RATE_WINDOW_S)
+        # The second that runs has a cell too, so the others reach back that much less.
+        return arrivals / min(max(now_s - first_s, 1.0), RATE_WINDOW_S - 1 + now_s % 1)
 
     def _recent(self, cell: int, second: int) -> float:
         return self._board.recent(

@@ -537,6 +537,18 @@ def test_a_state_file_does_not_carry_the_rate_over_the_time_in_which_nobody_coun
     assert rate.per_s(4_600.5) == 12
 
 
+@pytest.mark.parametrize("into_second", [0.0, 0.25, 0.75])
+def test_a_steady_rate_is_told_as_it_is(tmp_path, into_second):
+    """However much of the second that runs is over."""
+    config = config_of(tmp_path / "state", "R=http://127.0.0.1:1")
+    rate = ArrivalRate(Shared.over(make_buffer(config), config, 0).board)
+    now_s = 1_100.0 + into_second
+    for at in range(400):
+        rate.count(now_s - 100 + (at + 0.5) / 4)
+
+    assert rate.per_s(now_s) == 4
+
+
 def test_a_worker_that_begins_after_the_clock_was_set_tells_the_time_of_the_others(monkeypatch):
     """Its notes would lie behind what the others know to be lost, and be cold for as long."""
     nodes = cluster_from_options(["P=http://127.0.0.1:1", "D=http://127.0.0.1:2"])
