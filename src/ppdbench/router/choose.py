@@ -190,7 +190,8 @@ class Chooser:
                 decision = ALONE
             else:
                 decision = decision._replace(reason="retry")
-            plan = replace(plan, home=home, decision=decision, holds_kv=False)
+            features = _all_new(plan.features, int(home.running.total()))
+            plan = replace(plan, features=features, home=home, decision=decision, holds_kv=False)
         return replace(plan, prefill=self._prefill_for(plan.decision, plan.speaker.found, without))
 
     def note(self, plan: Plan, answer: Answer | None, prompt_tokens: int, now_s: float) -> None:
@@ -345,6 +346,12 @@ class Chooser:
             running=int(home.running.total()),
             key=f"{speaker.name}/{speaker.turn}",
         )
+
+
+def _all_new(features: Features, running: int) -> Features:
+    """Of the same turn at a home that holds nothing of it."""
+    tokens = features.context_tokens + features.new_tokens
+    return features._replace(context_tokens=0, new_tokens=tokens, running=running)
 
 
 def _learn_residency(home: Upstream, note: Note, cached_tokens: int | None, now_s: float) -> bool:

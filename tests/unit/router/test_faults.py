@@ -118,6 +118,21 @@ async def test_a_d_that_dies_before_the_first_byte_is_replaced(bench_for, stream
     await until(lambda: not bench.engines["p0"].held)
 
 
+async def test_where_a_later_turn_is_tried_again_all_of_it_is_new(bench_for):
+    """The receipt tells what the home that served it held, which is nothing."""
+    dies = []
+    faults = {"faults": lambda _: Fault(FaultKind.CLOSE) if dies else None}
+    bench = await bench_for("1P_2D", engine=lambda name: faults if name == "d0" else {})
+    first = await bench.chat(USER)
+    dies.append("d0")
+
+    await bench.chat([*USER, {"role": "assistant", "content": first.text()}, *USER])
+
+    receipt = (await bench.get("/ppd/decisions")).json()["decisions"][0]
+    assert (receipt["node"], receipt["reason"], receipt["context_tokens"]) == ("d1", "retry", 0)
+    assert receipt["new_tokens"] > first.json()["usage"]["total_tokens"]
+
+
 async def test_a_replica_that_dies_before_the_first_byte_is_replaced_and_the_receipt_says_so(
     bench_for,
 ):
