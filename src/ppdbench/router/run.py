@@ -27,6 +27,12 @@ YOUNG_S = 2.0
 PAUSE_S = 1.0
 """Before a worker that died younger than ``YOUNG_S`` is replaced."""
 
+STUCK_S = 5.0
+"""How much longer than its drain a worker may take to end before it is killed."""
+
+_YEAR_S = 365 * 86400.0
+"""A drain without an end is no time that a timer could be set to."""
+
 _LAST = b"\1"
 """The ticket of the last worker to listen."""
 
@@ -106,6 +112,7 @@ class _Crew:
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
         signal.signal(signal.SIGHUP, self._pass_on)
+        signal.signal(signal.SIGALRM, self._kill)
         self._check_port()
         for worker in range(self._config.workers):
             self._fork(worker)
@@ -114,6 +121,7 @@ class _Crew:
             worker = self._pids.pop(pid, -1)
             if worker >= 0 and not self._stopping:
                 self._replace(worker, os.waitstatus_to_exitcode(status))
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _check_port(self) -> None:
         """Workers would share the port with another router's too, and each get half the turns."""
@@ -152,6 +160,7 @@ class _Crew:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
         code = 1
         try:
             os.close(self._life)
@@ -174,8 +183,16 @@ class _Crew:
             self._ready(url)
 
     def _stop(self, *_: object) -> None:
-        self._stopping = True
+        if not self._stopping:
+            self._stopping = True
+            signal.setitimer(signal.ITIMER_REAL, min(self._config.drain_s, _YEAR_S) + STUCK_S)
         self._pass_on(signal.SIGTERM)
+
+    def _kill(self, *_: object) -> None:
+        """End workers that did not: one that is stopped or stuck would keep us for ever."""
+        numbers = ", ".join(map(str, sorted(self._pids.values())))
+        log.error("killed for not ending in time: worker %s", numbers)
+        self._pass_on(signal.SIGKILL)
 
     def _pass_on(self, number: int, *_: object) -> None:
         for pid in self._pids:

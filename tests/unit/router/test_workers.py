@@ -278,6 +278,23 @@ async def test_a_worker_that_cannot_begin_says_why_and_is_not_begun_without_a_pa
     assert process.returncode == 0
 
 
+async def test_a_worker_that_does_not_end_keeps_no_router_alive():
+    """One that is stopped, as by a debugger, is killed some seconds after the drain's end."""
+    port = free_port()
+    options = ("--policy", "roles", "--node=R=http://127.0.0.1:1", "--workers", "2")
+    async with serving(*options, "--drain-s", "0", port=port) as process:
+        await all_listen(port, 2)
+        stopped = children_of(process.pid)[0]
+        os.kill(stopped, signal.SIGSTOP)
+        process.terminate()
+        async with asyncio.timeout(15):
+            _, error = await process.communicate()
+
+    assert process.returncode == 0
+    assert b"killed for not ending in time: worker" in error
+    assert not psutil.pid_exists(stopped)
+
+
 async def test_workers_end_with_a_parent_that_is_killed():
     """Else they would hold the port, ruled by nobody; turns under way are finished."""
     slow = Service(first_token_s=1.5)
