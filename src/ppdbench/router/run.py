@@ -190,6 +190,8 @@ class _Crew:
 
     def _kill(self, *_: object) -> None:
         """End workers that did not: one that is stopped or stuck would keep us for ever."""
+        if not self._stopping:
+            return
         numbers = ", ".join(map(str, sorted(self._pids.values())))
         log.error("killed for not ending in time: worker %s", numbers)
         self._pass_on(signal.SIGKILL)

@@ -381,6 +381,10 @@ class TurnInFlight(Struct, eq=False):
         """The home's answer reached the client whole."""
         leg = self._answer_leg
         self._services.health.answered(self._current.home, leg.at_s)
+        self._finish_by(leg)
+
+    def _finish_by(self, leg: AnswerLeg) -> None:
+        """End the turn by what its home said, all of which the client has."""
         if leg.failed_inside:
             self._finish("broken")
         elif leg.status == 200:
@@ -394,9 +398,12 @@ class TurnInFlight(Struct, eq=False):
         """The home's answer did not come, or not whole."""
         if isinstance(error, CancelledExchangeError):
             return
-        plan = self._current
-        self._services.health.failed(plan.home, error)
-        if not self._answer_leg.began and self._try_again({plan.home.name}):
+        plan, leg = self._current, self._answer_leg
+        if leg.said_done:  # then no turn broke, but the node may have been begun anew
+            self._services.health.doubt(plan.home)
+        else:
+            self._services.health.failed(plan.home, error)
+        if not leg.began and self._try_again({plan.home.name}):
             return
         self._fail(f"{plan.home.name}: {error}", "BadGatewayError", 502, "broken")
 
@@ -478,7 +485,7 @@ class TurnInFlight(Struct, eq=False):
         leg = self._leg
         if leg is not None and leg.said_done:
             leg.end_here()
-            self._finish("broken" if leg.failed_inside else "ok")
+            self._finish_by(leg)
         elif leg is not None and leg.began:
             leg.fail_inside(message, kind, status)
             self._finish(outcome)

@@ -898,6 +898,40 @@ async def test_a_node_that_breaks_behind_done_spoils_no_answer(rig, hangs):
     assert rig.is_calm()
 
 
+async def test_a_node_that_always_breaks_behind_done_stays_in(rig):
+    """Each of its answers was whole; three broken ones would take it out."""
+    await rig.start("P", "D")
+
+    def breaks(responder):
+        responder.start(200, STREAM)
+        responder.write(EVENT + FINISH + DONE)
+        asyncio.get_running_loop().call_later(0.05, responder.abort)
+
+    rig.says["D"] = breaks
+
+    assert [(await rig.chat(stream=True)).head.status for _ in range(5)] == [200] * 5
+    assert rig.router.services.metrics.board.total("outcome:ok") == 5
+
+
+async def test_an_error_status_that_breaks_behind_done_is_one(rig):
+    """And P's blocks are released, as they are where the same answer ends well."""
+    await rig.start("P", "D")
+
+    def breaks(responder):
+        responder.start(500, STREAM)
+        responder.write(EVENT + FINISH + DONE)
+        asyncio.get_running_loop().call_later(0.05, responder.abort)
+
+    rig.says["D"] = breaks
+
+    reply = await rig.chat(stream=True)
+
+    assert reply.head.status == 500
+    assert rig.router.services.metrics.board.total("outcome:upstream_5xx") == 1
+    assert rig.router.services.metrics.board.total("releases") == 1
+    assert rig.router.services.metrics.board.total("outcome:ok") == 0
+
+
 @pytest.mark.parametrize(("reason", "outcome"), [("abort", "broken"), ("length", "ok")])
 async def test_an_unstreamed_answer_that_the_engine_gave_up_is_no_good_outcome(
     rig, reason, outcome

@@ -284,7 +284,11 @@ async def test_a_worker_that_does_not_end_keeps_no_router_alive():
     options = ("--policy", "roles", "--node=R=http://127.0.0.1:1", "--workers", "2")
     async with serving(*options, "--drain-s", "0", port=port) as process:
         await all_listen(port, 2)
-        stopped = children_of(process.pid)[0]
+        workers = children_of(process.pid)
+        process.send_signal(signal.SIGALRM)  # a stray one means nothing yet
+        await answers(port)
+        assert children_of(process.pid) == workers
+        stopped = workers[0]
         os.kill(stopped, signal.SIGSTOP)
         process.terminate()
         async with asyncio.timeout(15):
