@@ -29,8 +29,8 @@ TAIL_LIMIT_BYTES = 1024 * 1024
 """A stream's unfinished event is held back up to here, so that none is ever cut in the middle."""
 
 _ERROR_EVENT = b'data: {"error":'
-_DONE = b"data: [DONE]\n\n"
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_DONE = tuple(b"data: [DONE]" + end for end in _EVENT_ENDS)
 
 
 class WholeLeg:

@@ -878,10 +878,11 @@ async def test_a_stream_that_just_stops_is_no_good_outcome(rig, ends, outcome):
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-async def test_a_node_that_breaks_behind_done_spoils_no_answer(rig, hangs):
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
+async def test_a_node_that_breaks_behind_done_spoils_no_answer(rig, hangs, line_end):
     """The client has it whole; an error behind it would contradict what was noted and learned."""
     await rig.start("P", "D", timeouts=Timeouts(silence_s=0.3))
-    said = EVENT + FINISH + DONE
+    said = (EVENT + FINISH + DONE).replace(b"\n", line_end)
 
     def breaks(responder):
         responder.start(200, STREAM)
