@@ -65,14 +65,19 @@ async def test_a_p_that_breaks_alone_is_replaced_by_an_r(bench_for, fault):
     assert not bench.engines["d0"].served
 
 
+async def turns_before_and_after_p_died(bench):
+    """Two of one conversation, the second of them once the router knows."""
+    first = await bench.chat(USER)
+    await bench.engines["p0"].close()
+    await until(lambda: not bench.router.upstreams["p0"].alive)
+    answer = {"role": "assistant", "content": first.text()}
+    return first, await bench.chat([*USER, answer, {"role": "user", "content": "go on"}])
+
+
 async def test_while_no_p_lives_an_r_serves_what_would_need_one(bench_for):
     """New conversations and later remote turns; the router is ready for them, and says so."""
     bench = await bench_for("1P_1D_1R", policy="remote", health=QUICK)
-    at_d = await bench.chat(USER)
-    await bench.engines["p0"].close()
-    await until(lambda: not bench.router.upstreams["p0"].alive)
-    answer = {"role": "assistant", "content": at_d.text()}
-    later = await bench.chat([*USER, answer, {"role": "user", "content": "go on"}])
+    at_d, later = await turns_before_and_after_p_died(bench)
     new = [await bench.chat([{"role": "user", "content": f"{at} {at}"}]) for at in range(4)]
 
     assert at_d.node == "d0"
@@ -85,12 +90,7 @@ async def test_while_no_p_lives_an_r_serves_what_would_need_one(bench_for):
 async def test_while_no_p_lives_turns_that_need_none_stay_where_their_kv_is(bench_for):
     """A later local turn has no use for a P."""
     bench = await bench_for("1P_1D_1R", policy="local", health=QUICK)
-    at_d = await bench.chat(USER)
-    await bench.engines["p0"].close()
-    await until(lambda: not bench.router.upstreams["p0"].alive)
-    answer = {"role": "assistant", "content": at_d.text()}
-
-    later = await bench.chat([*USER, answer, {"role": "user", "content": "go on"}])
+    _, later = await turns_before_and_after_p_died(bench)
 
     assert (later.node, later.route) == ("d0", "local")
 

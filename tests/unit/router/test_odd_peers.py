@@ -877,20 +877,25 @@ async def test_a_stream_that_just_stops_is_no_good_outcome(rig, ends, outcome):
     assert bool(rig.router.services.chooser.memory.used()) == (outcome == "ok")
 
 
+def breaking_behind(said, *, status=200, hangs=False):
+    """A node that streams ``said`` and then, without a last chunk, closes or does nothing more."""
+
+    def breaks(responder):
+        responder.start(status, STREAM)
+        responder.write(said)
+        if not hangs:
+            asyncio.get_running_loop().call_later(0.05, responder.abort)
+
+    return breaks
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
 async def test_a_node_that_breaks_behind_done_spoils_no_answer(rig, hangs, line_end):
     """The client has it whole; an error behind it would contradict what was noted and learned."""
     await rig.start("P", "D", timeouts=Timeouts(silence_s=0.3))
     said = (EVENT + FINISH + DONE).replace(b"\n", line_end)
-
-    def breaks(responder):
-        responder.start(200, STREAM)
-        responder.write(said)
-        if not hangs:
-            asyncio.get_running_loop().call_later(0.1, responder.abort)
-
-    rig.says["D"] = breaks
+    rig.says["D"] = breaking_behind(said, hangs=hangs)
 
     reply = await rig.chat(stream=True)
 
@@ -902,13 +907,7 @@ async def test_a_node_that_breaks_behind_done_spoils_no_answer(rig, hangs, line_
 async def test_a_node_that_always_breaks_behind_done_stays_in(rig):
     """Each of its answers was whole; three broken ones would take it out."""
     await rig.start("P", "D")
-
-    def breaks(responder):
-        responder.start(200, STREAM)
-        responder.write(EVENT + FINISH + DONE)
-        asyncio.get_running_loop().call_later(0.05, responder.abort)
-
-    rig.says["D"] = breaks
+    rig.says["D"] = breaking_behind(EVENT + FINISH + DONE)
 
     assert [(await rig.chat(stream=True)).head.status for _ in range(5)] == [200] * 5
     assert rig.router.services.metrics.board.total("outcome:ok") == 5
@@ -917,13 +916,7 @@ async def test_a_node_that_always_breaks_behind_done_stays_in(rig):
 async def test_an_error_status_that_breaks_behind_done_is_one(rig):
     """And P's blocks are released, as they are where the same answer ends well."""
     await rig.start("P", "D")
-
-    def breaks(responder):
-        responder.start(500, STREAM)
-        responder.write(EVENT + FINISH + DONE)
-        asyncio.get_running_loop().call_later(0.05, responder.abort)
-
-    rig.says["D"] = breaks
+    rig.says["D"] = breaking_behind(EVENT + FINISH + DONE, status=500)
 
     reply = await rig.chat(stream=True)
 
